@@ -54,7 +54,7 @@ class Internal(NamedTuple):
         return next((part for part in reversed(parts) if is_private(part)), parts[-1])
 
 
-TRAINER = "checkpoints/resumable_trainer.py"
+TRAINER, TRL = "checkpoints/resumable_trainer.py", "checkpoints/trl_trainers.py"
 SHARDING, MERGED, TENSOR = "parallel/sharding.py", "models/speedups/merged.py", "parallel/tensor.py"
 FUSED, GRID, DECODING = "models/speedups/fused_lora.py", "models/speedups/token_grid.py", "rollouts/decoding.py"
 CACHE, LORA, GPU_WORKER = "transformers.cache_utils", "peft.tuners.lora:Linear", "vllm.v1.worker.gpu_worker"
@@ -86,10 +86,10 @@ INTERNALS = (
             ("_tr_loss", "exact resume", None),
         )
     ),
-    Internal("trl:SFTTrainer._prepare_dataset", TRAINER, "tokenizes streamed rows",
+    Internal("trl:SFTTrainer._prepare_dataset", TRL, "tokenizes streamed rows",
              "(self, dataset, processing_class, args, packing, formatting_func, dataset_name)"),
     *(
-        Internal(f"trl:{trainer}.{name}", TRAINER, "exact resume of TRL's counters")
+        Internal(f"trl:{trainer}.{name}", TRL, "exact resume of TRL's counters")
         for trainer in ("SFTTrainer", "RewardTrainer")
         for name in ("_metrics", "_total_train_tokens")
     ),

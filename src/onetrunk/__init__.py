@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from onetrunk.utils.startup import imported_when_used
 
 if TYPE_CHECKING:
-    from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
+    from onetrunk.checkpoints.trl_trainers import ResumableSFTTrainer
     from onetrunk.judges.hacking_monitor import HackingMonitor
     from onetrunk.models.trunk import TrunkModel
     from onetrunk.models.value_model import ValueModel, load_value_model
@@ -45,7 +45,7 @@ _HOMES = {
     "HackingMonitor": "judges.hacking_monitor",
     "PPOConfig": "ppo.config",
     "PPOTrainer": "ppo.trainer",
-    "ResumableSFTTrainer": "checkpoints.resumable_trainer",
+    "ResumableSFTTrainer": "checkpoints.trl_trainers",
     "RewardDistillationConfig": "reward_models.distill",
     "RewardDistillationTrainer": "reward_models.distill",
     "RewardModelConfig": "reward_models.training",

@@ -29,7 +29,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
 
 from onetrunk import cli
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
-from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
+from onetrunk.checkpoints.trl_trainers import ResumableSFTTrainer
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.hacking_monitor import HackingMonitor
 from onetrunk.judges.judge import Principle

@@ -3,9 +3,9 @@
 transformers' Trainer writes a checkpoint into a staging folder. The files are then synced to disk and listed in a
 manifest; the folder is renamed and verified, and only then is an older checkpoint deleted.
 
-This is the ONE file that overrides or reads private members of transformers' Trainer and of TRL's trainers. Subclasses
-override the public hooks of ResumableTrainer instead. tests/test_foreign_internals.py pins those members: with a new
-version of either library, adapt this file and the upper bounds in pyproject.toml.
+This is the ONE file that overrides or reads private members of transformers' Trainer, as trl_trainers.py is for those
+of TRL's. Subclasses override the public hooks of ResumableTrainer instead. tests/test_foreign_internals.py pins those
+members: with a new version of either library, adapt these files and the upper bounds in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
-from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy, TrainOutput
-from trl import SFTTrainer
 
 from onetrunk.checkpoints.folders import (
     FINISHED,
@@ -65,32 +63,23 @@ from onetrunk.checkpoints.resume_point import (
     read_loop_state,
     restore_early_stopping,
 )
-from onetrunk.checkpoints.resume_settings import (
-    SETTINGS_FILE,
-    check_group_settings,
-    check_plain_settings,
-    check_streaming,
-    plain_settings,
-    rows_digest,
-)
+from onetrunk.checkpoints.resume_settings import rows_digest
 from onetrunk.checkpoints.signals import StopAsked, Stopped, StopSignals
 from onetrunk.data.sharded import BlockSampler, ShardedRows
 from onetrunk.models.loading import BASE_FILE, require_safetensors, write_base_marks
-from onetrunk.parallel.groups import GroupAccelerator, limit_waits
+from onetrunk.parallel.groups import limit_waits
 from onetrunk.parallel.heartbeat import SAVE, Heartbeat
-from onetrunk.parallel.layout import group_size, launch_layout, train_in_stages, training_stages
+from onetrunk.parallel.layout import launch_layout, training_stages
 from onetrunk.parallel.sharding import is_divided, is_sharded, replicas_of_what_trains, reshard
-from onetrunk.utils.files import atomic_write_json, atomic_write_text, digest, held_folder, reading_content
+from onetrunk.utils.files import atomic_write_json, digest, held_folder, reading_content
 from onetrunk.utils.randomness import SAVE_STREAM, derived_seed
-from onetrunk.utils.redaction import redact, without_secrets
+from onetrunk.utils.redaction import without_secrets
 
 if TYPE_CHECKING:
     from onetrunk.checkpoints.mirror import Mirror
 
 logger = get_logger(__name__)
 
-# Column that numbers the rows of a batch while TRL tokenizes them.
-PLACE = "_place"
 # Seconds to wait for uploads to the mirror: at the end of a run, and after a signal, when the process may be killed.
 MIRROR_WAIT_S, MIRROR_WAIT_WHEN_STOPPED_S = 600.0, 20.0
 
@@ -624,112 +613,6 @@ class ResumableTrainer(Trainer):
             super()._push_from_checkpoint(checkpoint_folder)
         except HUB_ERRORS as error:
             warn_of_push(error)
-
-
-class ResumableTRLTrainer(ResumableTrainer):
-    """ResumableTrainer for a trainer of TRL's, which is the second base.
-
-    `streamed` are encoded rows that are read while training; train_dataset is then a sample of them.
-
-    Checkpoints also keep TRL's counters, and the settings of the run, which a resumed run is compared with. No secret
-    appears in TRL's model card.
-    """
-
-    needed_files = (*LOOP_FILES, SETTINGS_FILE)
-
-    def __init__(self, *args: Any, streamed: ShardedRows | None = None, **kwargs: Any):
-        train_in_stages(1)  # A PPO run of this process may have trained in stages.
-        super().__init__(*args, **kwargs)
-        if streamed is not None:
-            # TRL takes only its own kinds of datasets, and has checked a sample of these rows.
-            check_streaming(self.args)
-            self.train_dataset = streamed
-        self._settings = plain_settings(self)
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Create the Accelerator; to it a group of processes that divides the base is one process."""
-        super().create_accelerator_and_postprocess()
-        if group_size() > 1:
-            check_group_settings(self.args)
-            GroupAccelerator.convert(self.accelerator)
-
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the rows of an optimizer step; the processes of a group that divides the base share theirs."""
-        return super().get_total_train_batch_size(args) // group_size()
-
-    def settings_of_run(self) -> dict[str, Any]:
-        """Return the settings and digests that decide what the run computes."""
-        return self._settings
-
-    def check_checkpoint(self, folder: str) -> None:
-        """Raise ValueError if the checkpoint belongs to a run with other settings."""
-        check_plain_settings(folder, self._settings, self.args.allow_config_change)
-
-    def save_run_state(self, folder: str) -> None:
-        """Write the settings of the run."""
-        if self.args.should_save:
-            atomic_write_json(Path(folder) / SETTINGS_FILE, self._settings)
-
-    def extra_loop_state(self) -> dict[str, Any]:
-        """Return TRL's counters: the tokens seen, and the metrics since the last log."""
-        metrics = {name: list(values) for name, values in self._metrics["train"].items()}
-        return {**super().extra_loop_state(), "tokens": self._total_train_tokens, "metrics": metrics}
-
-    def load_extra_loop_state(self, state: dict[str, Any]) -> None:
-        """Restore TRL's counters."""
-        super().load_extra_loop_state(state)
-        self._total_train_tokens = state["tokens"]
-        self._metrics["train"].clear()
-        self._metrics["train"].update(state["metrics"])
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's model card, and redact the secrets in it."""
-        super().create_model_card(*args, **kwargs)
-        path = Path(self.args.output_dir) / "README.md"
-        if self.is_world_process_zero() and path.is_file():
-            text = path.read_text(encoding="utf-8")
-            if redact(text) != text:
-                atomic_write_text(path, redact(text))
-
-
-class ResumableSFTTrainer(ResumableTRLTrainer, SFTTrainer):
-    """TRL's SFTTrainer; an interrupted run that is resumed computes what an uninterrupted run computes.
-
-    train_dataset may be ShardedRows, which are read and tokenized while training.
-    """
-
-    def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any):
-        if isinstance(train_dataset, ShardedRows):
-            sample = train_dataset.sample()
-            streamed = train_dataset.encoded(lambda rows: self._encode(rows))
-            super().__init__(*args, train_dataset=sample, streamed=streamed, **kwargs)
-            self._prepare_streamed(sample)
-        else:
-            super().__init__(*args, train_dataset=train_dataset, **kwargs)
-        if is_divided(self.model):
-            from onetrunk.parallel.tensor import keep_head_divided
-
-            keep_head_divided(self.model.get_base_model())
-
-    def _prepare_streamed(self, sample: Dataset) -> None:
-        batch: list[dict[str, Any]] = [{**row, PLACE: place} for place, row in enumerate(sample)]
-        # datasets hashes what the function holds: with `self` that would be the model, which fails if it is sharded.
-        source = IterableDataset.from_generator(lambda: iter(batch))
-        self._batch = batch
-        # TRL's own steps, which run when this is iterated.
-        self._prepared = self._prepare_dataset(source, self.processing_class, self.args, False, None, "train")
-
-    def _encode(self, rows: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
-        """Return rows as TRL tokenizes them; None for a row that it drops, which has no token to learn from."""
-        self._batch[:] = [{**row, PLACE: place} for place, row in enumerate(rows)]
-        # Not row by row: in a worker of the DataLoader datasets would give it a share of them.
-        parts = list(self._prepared.iter(batch_size=max(1, len(rows))))
-        encoded = {
-            place: {name: part[name][i] for name in ("input_ids", "labels")}
-            for part in parts
-            for i, place in enumerate(part[PLACE])
-        }
-        return [encoded.get(place) for place in range(len(rows))]
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
 
 from onetrunk.checkpoints.config import CheckpointConfig
-from onetrunk.checkpoints.resumable_trainer import ResumableTRLTrainer
+from onetrunk.checkpoints.trl_trainers import ResumableTRLTrainer
 from onetrunk.data.pairs import read_pairs
 from onetrunk.data.rows import SIDES, check_preferences, variables_of
 from onetrunk.data.sharded import ShardedRows

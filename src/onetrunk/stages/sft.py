@@ -9,8 +9,8 @@ from datasets import Dataset
 from trl import get_quantization_config
 
 from onetrunk.checkpoints.hub import require_push
-from onetrunk.checkpoints.resumable_trainer import ResumableSFTTrainer
 from onetrunk.checkpoints.resume_settings import check_streaming
+from onetrunk.checkpoints.trl_trainers import ResumableSFTTrainer
 from onetrunk.data.prompts import check_completions, completion_columns, without_written_bos
 from onetrunk.data.rows import is_conversational
 from onetrunk.data.sharded import ShardedRows
