@@ -51,7 +51,7 @@ class Modes(PPOTrainer):
     """Keeps in which mode the model is in every forward of the update: layers recompute in training mode alone."""
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        self.modes.add(self.accelerator.unwrap_model(model).training)
+        self.modes.add(self.model.training)
         return super().compute_loss(model, *args, **kwargs)
 
 
