@@ -377,9 +377,7 @@ class ResumableTrainer(Trainer):
             # A result that is already there is not the result of this training.
             for name in (FINISHED, MANIFEST):
                 (Path(self.args.output_dir) / name).unlink(missing_ok=True)
-        place = Path(self.args.output_dir).resolve()
-        resumes_here = self._resume_from is not None and Path(self._resume_from).resolve().parent == place
-        self._set_aside_after(self.state.global_step if resumes_here else -1)
+        self._set_aside_later()
         rows = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
         best = [self.args.metric_for_best_model, self.args.greater_is_better]
         self._best_of = digest([*best, {name: rows_digest(part) for name, part in rows.items()}])
@@ -390,7 +388,8 @@ class ResumableTrainer(Trainer):
             tqdm.write(f"resuming from {self._resume_from}: {step}", file=sys.stderr)
         # Trainer restores the intervals of the checkpoint with its state; these settings may change.
         self.state.compute_steps(self.args, self.state.max_steps)
-        self._saved_step = self.state.global_step if resumes_here else None
+        if Path(self._resume_from).resolve().parent == Path(self.args.output_dir).resolve():
+            self._saved_step = self.state.global_step
         state = read_loop_state(self, self._resume_from)
         self._tr_loss.fill_(state["tr_loss"])
         # The mean loss that training returns is over the steps of this call.
@@ -408,12 +407,13 @@ class ResumableTrainer(Trainer):
         with reading_content(self._resume_from):
             self.load_extra_loop_state(state["own"])
 
-    def _set_aside_after(self, step: int) -> None:
+    def _set_aside_later(self) -> None:
         """Set aside the checkpoints in output_dir after the step at which this training begins, in the mirror too."""
+        step = self.state.global_step
         later = set_aside_later(self.args.output_dir, step) if self.args.should_save else []
         if later:
             logger.warning(
-                f"this training begins at step {self.state.global_step}; the checkpoints after it in"
+                f"this training begins at step {step}; the checkpoints after it in"
                 f" {self.args.output_dir} are set aside as {', '.join(path.name for path in later)}: delete them if"
                 " you do not need them"
             )

@@ -269,9 +269,9 @@ def computes(run: Callable[[], Tensor], expected: Tensor) -> bool:
 def keep_kernels(model: nn.Module) -> None:
     """Set every module to the mode in which its arithmetic is always the same: the update computes what scoring did.
 
-    This is train mode for quantised layers, which contain no dropout, and eval mode for all others: some mixers and
-    routers compute another way in training. What recomputes activations keeps its mode, which asks for that. Call it
-    before the first forward, and after every `train` and `eval`.
+    This is train mode for quantised layers, which contain no dropout, and eval mode for the others, because some
+    mixers and routers compute another way in training. Modules that can recompute activations keep their mode: they do
+    so in train mode only. Call it before the first forward, and after every `train` and `eval`.
     """
     for module in model.modules():
         if not type(module).__module__.startswith("bitsandbytes"):

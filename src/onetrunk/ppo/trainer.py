@@ -284,7 +284,7 @@ class PPOTrainer(ResumableTrainer):
         if minibatch.is_empty_slot:
             self._give_scaler_gradients(model)
         elif not self.model.training:  # The flag of DDP's wrapper stays set after `eval` of what is in it.
-            model.train()  # Not always: it walks over all modules.
+            model.train()  # Only where it is needed, because it walks over all modules.
         return not minibatch.is_empty_slot
 
     def _inputs_of(self, experience: Experience, minibatch: Minibatch) -> dict[str, Any]:

@@ -72,7 +72,7 @@ STAGE_KEYS = {"verb": str, "config": str, "script": str, "options": dict, "launc
 STATE_FILE = "pipeline.json"
 # The length of a training. If it grows, the training resumes.
 LENGTHS = ("num_rollouts", "max_steps", "num_train_epochs")
-# Settings whose texts are no paths, though a file may have that name.
+# Settings whose texts are not paths, even if a file has that name.
 NO_PATHS = {
     "stop_tokens", "dataset_split", "eval_dataset_split", "dataset_config", "dataset_columns", "compaction_prompt",
 }  # fmt: skip
