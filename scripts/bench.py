@@ -2,7 +2,6 @@
 
     python scripts/bench.py --make_baseline            # all rows, 3 rounds: about two hours, 17 GB
     python scripts/bench.py --rows mixed-top equal-top --rounds 1
-    python scripts/bench.py --device cuda              # 0.5B to 8B, bf16 and NF4; not yet run on hardware
     python scripts/bench.py growth                     # curves over size, as PNG
     python scripts/bench.py --baseline agilerl         # scoring and update of AgileRL 2.58 instead
 
@@ -26,7 +25,7 @@ from bench.processes import BASELINES, CONSOLE, OURS, TRL, commit, find_baseline
 from bench.report import commands, compare, table, write_readme
 from bench.rows import Row, choose_rows
 
-DEFAULT_OUTPUT = Path(__file__).parent / "bench" / "results"
+DEFAULT_OUTPUT = Path(__file__).parent / "bench" / "results" / "cpu"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -39,18 +38,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", metavar="ROW", help="rows of the comparison; all by default")
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES), help="growth: axes; all by default")
     parser.add_argument("--rounds", type=int, default=3, help="how often each process runs (default 3)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: not yet run on hardware")
     parser.add_argument("--quick", action="store_true", help="a tiny shape: shows that it runs, means nothing")
     parser.add_argument("--baseline", choices=BASELINES, default=TRL.kind, help="what ours is compared with")
     parser.add_argument("--baseline_python", type=Path, help="interpreter of an environment with the baseline")
     parser.add_argument("--make_baseline", action="store_true", help="make that environment in the cache folder")
-    parser.add_argument("--output_dir", type=Path, help=f"default scripts/bench/{DEFAULT_OUTPUT.name}/DEVICE")
+    parser.add_argument("--output_dir", type=Path, help="default scripts/bench/results/cpu")
     parser.add_argument("--timeout_s", type=float, default=3600, help="longest time of one process (default 3600)")
     args = parser.parse_args(arguments)
     if args.rounds < 1:
         parser.error("--rounds must be 1 or more")
-    if args.baseline != TRL.kind and (args.what, args.device) != ("compare", "cpu"):
-        parser.error(f"--baseline {args.baseline} has only the comparison on a CPU")
+    if args.baseline != TRL.kind and args.what != "compare":
+        parser.error(f"--baseline {args.baseline} has only the comparison")
     return args
 
 
@@ -71,7 +69,7 @@ def run_rounds(
         say(f"round {number} of {args.rounds}")
         shared: dict[tuple[str, ...], dict[str, Any]] = {}
         for name, row in rows.items():
-            if baseline is not None and row.has_baseline:
+            if baseline is not None:
                 if row.shared not in shared:
                     script = BASELINES[args.baseline].script
                     shared[row.shared] = timed(baseline, script, row.shared, args.timeout_s)
@@ -96,11 +94,11 @@ def about(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, 
 
 def run_comparison(args: argparse.Namespace, baseline: Path | None, folder: Path) -> None:
     """Run the comparison, print its table and rewrite its JSON after every round."""
-    rows = choose_rows(args.rows, args.device, args.quick, args.baseline)
+    rows = choose_rows(args.rows, args.quick, args.baseline)
     for number, printed in enumerate(run_rounds(rows, baseline, args), 1):
         metrics = write_results(rows, printed, number, args, folder)
-    title = "wall seconds of an iteration" if args.device == "cuda" else "CPU seconds of an iteration, one thread"
-    CONSOLE.print(table(metrics, f"{title}; rounds: {args.rounds}", BASELINES[args.baseline].name))
+    title = f"CPU seconds of an iteration, one thread; rounds: {args.rounds}"
+    CONSOLE.print(table(metrics, title, BASELINES[args.baseline].name))
     short = [name for name, row in metrics.items() if row.get("meets_floor") is False]
     if short:
         say(f"below the floor: {', '.join(short)}")
@@ -143,7 +141,7 @@ def _options(args: argparse.Namespace) -> list[str]:
     quick = ["--quick"] if args.quick else []
     if args.what == "growth":
         return ["growth", *quick, *(["--axes", *args.axes] if len(args.axes) < len(AXES) else [])]
-    options = ["--rounds", str(args.rounds), "--device", args.device, *quick]
+    options = ["--rounds", str(args.rounds), *quick]
     options += [] if args.baseline == TRL.kind else ["--baseline", args.baseline]
     return options + (["--rows", *args.rows] if args.rows else [])
 
@@ -151,9 +149,9 @@ def _options(args: argparse.Namespace) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     args.load = f"{os.getloadavg()[0]:.1f}"
-    folder = args.output_dir or DEFAULT_OUTPUT / args.device
+    folder = args.output_dir or DEFAULT_OUTPUT
     try:
-        choose_rows(args.rows, args.device, args.quick, args.baseline)
+        choose_rows(args.rows, args.quick, args.baseline)
         chosen = BASELINES[args.baseline]
         baseline = find_baseline(args.baseline_python, args.make_baseline, say, chosen)
         if baseline is None:

@@ -5,8 +5,8 @@
     python scripts/bench_ops.py --output_dir out/bench_ops             # and curves over tokens, width and vocabulary
 
 Each pair runs alternately (A B A B) on the same inputs; a ratio below 1 means that ours is slower. Differences under
-10% mean nothing. Peak memory is that of a process per variant, beyond what the inputs take. On a GPU (--device cuda)
-seconds are those of the clock, and memory that of the tensors.
+10% mean nothing. Peak memory is that of a process per variant, beyond what the inputs take. gpu_twins.py measures the
+logprobs on a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--completion", type=int, default=128, help="longest completion, tokens")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="measure these alone")
     parser.add_argument("--output_dir", type=Path, help="write growth.json and growth.png here; some minutes more")
     parser.add_argument(
@@ -56,16 +55,16 @@ def parse() -> argparse.Namespace:
 
 def print_seconds(console: Console, args: argparse.Namespace) -> None:
     """Measure and print the pairs one after another: the inputs of one are gone before the next begins."""
-    kind = f"of {args.threads} thread{'s' * (args.threads > 1)}" if args.device == "cpu" else "on the GPU"
-    table = Table("part", "naive s", "ours s", "ratio", title=f"Seconds {kind}, medians of {args.repeats}")
+    threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
+    table = Table("part", "naive s", "ours s", "ratio", title=f"Seconds of {threads}, medians of {args.repeats}")
 
     def add(name: str, pair: tuple) -> None:
-        naive, ours = medians(pair, args.repeats, args.device)
+        naive, ours = medians(pair, args.repeats)
         table.add_row(name, f"{naive:.4f}", f"{ours:.4f}", f"{naive / ours:.2f}x")
 
     for vocab in args.vocab if "logprobs" in args.only else ():
         for trains, what in ((True, "forward and backward"), (False, "scoring")):
-            case = (args.tokens, args.hidden, vocab, trains, args.dtype, args.device)
+            case = (args.tokens, args.hidden, vocab, trains, args.dtype)
             shape = f"{args.tokens} tokens, width {args.hidden}, vocabulary {vocab}, {args.dtype}"
             pair = tuple(logprobs_run(variant, *case) for variant in ("naive", "fused"))
             add(f"logprobs, fused against naive, {what} ({shape})", pair)
@@ -84,7 +83,7 @@ def print_memory(console: Console, args: argparse.Namespace) -> None:
     for vocab in args.vocab:
         for trains, what in ((True, "forward and backward"), (False, "scoring")):
             case = {"tokens": args.tokens, "hidden": args.hidden, "vocab": vocab, "trains": trains}
-            case |= {"dtype": args.dtype, "device": args.device, "threads": args.threads}
+            case |= {"dtype": args.dtype, "threads": args.threads}
             naive, ours = (measured(variant=variant, **case)["extra_mb"] for variant in ("naive", "fused"))
             share = f"{ours / naive:.1%}" if naive > 0 else "-"
             table.add_row(f"logprobs, {what}, vocabulary {vocab}", f"{naive:.0f}", f"{ours:.0f}", share)
@@ -102,7 +101,7 @@ def main() -> int:
         print_memory(console, args)
     if args.output_dir:
         base = {"tokens": args.tokens, "hidden": args.hidden, "vocab": max(args.vocab), "dtype": args.dtype}
-        base |= {"device": args.device, "threads": args.threads, "repeats": min(3, args.repeats)}
+        base |= {"threads": args.threads, "repeats": min(3, args.repeats)}
         axes = dict.fromkeys(GROWTH, args.growth_sizes) if args.growth_sizes else GROWTH
         title = (
             f"logprobs, forward and backward: {args.tokens} tokens, width {args.hidden}, vocabulary {base['vocab']}"

@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.gpu_parts import QUIET, Machine, Part, all_parts, run_parts
 from bench.gpu_report import measurements, verdict
-from bench.processes import BASELINES, CONSOLE, HERE, ROOT, commit, find_baseline, machine, say
+from bench.processes import BASELINES, CONSOLE, HERE, ROOT, commit, find_baseline, last_line, machine, say
 from bench.report import write_readme
 
 DEFAULT_OUTPUT = HERE / "results" / "gpu"
@@ -66,8 +66,7 @@ def probe(args: argparse.Namespace) -> Machine:
         [sys.executable, str(HERE / "gpu_probe.py")], capture_output=True, text=True, env={**os.environ, **QUIET}
     )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RuntimeError(f"torch does not run here ({last}); run make setup")
+        raise RuntimeError(f"torch does not run here ({last_line(done.stderr)}); run make setup")
     found = json.loads(done.stdout.strip().splitlines()[-1])
     if not found["gpus"] and not args.dry_run:
         cuda = found["cuda"]
@@ -77,10 +76,21 @@ def probe(args: argparse.Namespace) -> Machine:
             " --dry_run runs every part on a CPU, with tiny shapes"
         )
     gpus = [] if args.dry_run else found["gpus"]
-    given = {kind: getattr(args, f"{kind}_python") for kind in BASELINES}
-    pythons = {kind: find_baseline(given[kind], False, say, baseline) for kind, baseline in BASELINES.items()}
+    pythons = {kind: baseline_of(args, kind) for kind in BASELINES if args.parts is None or kind in args.parts}
     baselines = {kind: python for kind, python in pythons.items() if python}
     return Machine(gpus, found["versions"], found["cuda"], baselines, args.dry_run)
+
+
+def baseline_of(args: argparse.Namespace, kind: str) -> Path | None:
+    """Return the interpreter of a baseline, or None; one that nobody gave may be broken."""
+    given = getattr(args, f"{kind}_python")
+    try:
+        return find_baseline(given, False, say, BASELINES[kind])
+    except RuntimeError as error:
+        if given:
+            raise
+        say(f"{kind}: {error}")
+        return None
 
 
 def choose(parts: list[Part], names: list[str] | None) -> list[Part]:

@@ -52,7 +52,7 @@ def test_a_dry_run_runs_every_part_and_writes_what_it_found(tmp_path):
     results = json.loads((tmp_path / "out" / "check.json").read_text())
     assert results["is_dry"] and results["verdict"] == f"{len(results['parts']) - 1} passed, 1 skipped"
     found = results["parts"]
-    assert [*found] == ["tests", "kernels", "twins", *ITERATIONS, "graph", "trl", "agilerl", "several"]
+    assert [*found] == ["tests", "kernels", "twins", "graph", *ITERATIONS, "trl", "agilerl", "several"]
     assert found["kernels"]["result"]["passed"] > 20 and found["kernels"]["result"]["skipped"] == 0
     # What only a GPU can show is skipped, but collected.
     for name, fewest in (("tests", 3), ("several", 20)):
@@ -61,8 +61,8 @@ def test_a_dry_run_runs_every_part_and_writes_what_it_found(tmp_path):
     assert [*speeds] == ITERATIONS
     for row in speeds.values():
         assert all(row[phase]["tokens_per_s"] > 0 for phase in ("generate", "score", "update"))
-        assert row["decode"]["operations"] > 100
-    assert found["graph"]["result"]["equal_rows"] == 1
+        assert row["decode"]["operations"] > 100 and row["first_ratio"] == 1
+    assert found["graph"]["result"]["equal_rows"] == 1 and found["graph"]["result"]["replay_equals_step"]
     assert results["measurements"]["others"]["trl"]["ratio"]["total"] > 0
     assert all("torch" in case and "kernel" in case for case in found["twins"]["result"]["logprobs"].values())
     readme = (tmp_path / "out" / "README.md").read_text()
@@ -96,6 +96,26 @@ def test_a_part_is_skipped_with_its_reason_where_the_machine_cannot_run_it(parts
     facts = {"gpus": [H100], "versions": VERSIONS, "cuda": "13.0", "baselines": BOTH, "is_dry": False}
     machine = parts.Machine(**facts | changes)
     assert {part.name: part.skip for part in parts.all_parts(machine) if part.skip} == skipped
+    assert [part.name for part in parts.all_parts(machine) if part.sees_all_gpus] == ["several"]
+
+
+def test_a_broken_baseline_that_nobody_gave_is_left_out_and_not_run_for_other_parts(
+    parts, tmp_path, monkeypatch, capsys
+):
+    import check_gpu
+    from bench.processes import cached_baseline
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    python = cached_baseline()
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    assert not check_gpu.probe(check_gpu.parse(["--dry_run", "--parts", "kernels"])).baselines
+    assert capsys.readouterr().out == ""
+    assert check_gpu.baseline_of(check_gpu.parse([]), "trl") is None
+    assert f"trl: {python} has no TRL 1.12 with PPO (no message)" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="has no TRL 1.12 with PPO"):
+        check_gpu.baseline_of(check_gpu.parse(["--trl_python", str(python)]), "trl")
 
 
 def run(parts, folder, *command, limit_s=120.0, **settings):
@@ -114,6 +134,18 @@ def run(parts, folder, *command, limit_s=120.0, **settings):
 def test_a_part_that_fails_says_how_and_keeps_its_last_lines(parts, tmp_path, command, reason, log):
     found = run(parts, tmp_path, *command)
     assert (found["status"], found["reason"], found["log"]) == ("failed", reason, log)
+
+
+@pytest.mark.parametrize(
+    ("visible", "sees_all", "expected"),
+    [(None, False, "0"), (None, True, ""), ("2,3", False, "2"), ("2,3", True, "2,3"), ("", False, "")],
+)
+def test_a_part_sees_one_gpu_unless_it_needs_several(parts, tmp_path, monkeypatch, visible, sees_all, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = run(parts, tmp_path, "sh", "-c", 'echo "[\\"$CUDA_VISIBLE_DEVICES\\"]"', sees_all_gpus=sees_all)
+    assert found["result"] == [expected]
 
 
 @pytest.mark.slow
@@ -145,6 +177,7 @@ def test_speeds_are_tokens_over_seconds_and_an_update_counts_each_epoch(report):
         "phase_peak_mb": {"generate": 1, "score": 2, "update": 3},
         "peak_mb": 3,
         "decode": {"seconds": 0.01, "operations": 300},
+        "first_ratio": 1.0,
     }
     found = report.speeds(result, epochs=2)
     assert [found[phase]["tokens_per_s"] for phase in ("generate", "score", "update")] == [50, 800, 200]

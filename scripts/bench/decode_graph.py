@@ -5,8 +5,8 @@
 The local sampler launches a thousand or more operations per token (launches.py), and waits once. Here the keys and
 values of all columns are allocated beforehand, the draw is in the step, and the host looks every few tokens whether a
 row still runs. On a CPU the same step runs without a graph. It prints one JSON line: the share of rows with the
-sampler's tokens, and operations and milliseconds per token of both. In bfloat16 attention rounds differently over more
-columns, so rows of a random model part sooner or later.
+sampler's tokens, whether the graph draws the tokens of the step, and operations and milliseconds per token of sampler
+and step. In bfloat16 attention rounds differently over more columns, so rows of a random model part sooner or later.
 
 Left to do before the sampler may take it: rows that leave, join and wait for answers (a graph for each number of rows
 and columns), states for the trunk's cut, sliding and linear layers, processors, sharded bases.
@@ -187,11 +187,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     # Adapters are merged or cast once, as in the sampler.
     with merged_policy(model), packed_weights(model):
         step = StaticStep(model, shape, SamplingParams(given.tokens), given.device == "cuda", autocast)
-        equal = sum(map(eq, expected, step.generate(prompts, uniforms))) / given.rows
+        replayed = step.generate(prompts, uniforms)
         milliseconds = ms_per_token(lambda: step.generate(prompts, uniforms))
+        step.run = step.step
+        is_equal = step.generate(prompts, uniforms) == replayed
         step.begin(prompts, uniforms)
         own = {"operations": count_operations(step.step).total(), "ms_per_token": milliseconds}
-    return {"equal_rows": equal, "sampler": sampler, "step": own}
+    equal = sum(map(eq, expected, replayed)) / given.rows
+    return {"equal_rows": equal, "replay_equals_step": is_equal, "sampler": sampler, "step": own}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -206,6 +209,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
     with torch.no_grad():
-        print(json.dumps(measure(parse())))
+        result = measure(parse(arguments))
+    print(json.dumps(result))
+    if not result["replay_equals_step"]:
+        raise SystemExit("decode_graph: the graph draws other tokens than the step that it replays")
+
+
+if __name__ == "__main__":
+    main()

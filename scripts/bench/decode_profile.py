@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,38 +20,13 @@ from onetrunk.rollouts.base import SamplingParams
 FEW = 4
 # Repetitions of the timing, of which the fastest counts.
 REPEATS = 3
-REST = "rest"
-
-
-# Events of the profiler that compute nothing: views, allocation, and what the dispatcher does before the work.
-IDLE = frozenset(
+# Operations that launch no kernel and do not say themselves that they are views.
+FREE = frozenset(
     "as_strided view _unsafe_view reshape _reshape_alias transpose t numpy_T permute expand slice narrow select"
     " unsqueeze squeeze unflatten flatten split unbind alias detach detach_ lift_fresh resolve_conj resolve_neg"
-    " result_type promote_types empty empty_like empty_strided new_empty set_ resize_ contiguous to _to_copy item"
-    " is_nonzero".split()
+    " result_type promote_types empty empty_like empty_strided new_empty new_empty_strided set_ resize_ to item"
+    " is_nonzero _local_scalar_dense".split()
 )
-
-# Of these, what reaches a device without a kernel, and does not say itself that it is a view.
-FREE = (IDLE - {"_to_copy", "contiguous"}) | {"_local_scalar_dense", "new_empty_strided"}
-
-
-def work_of(run: Callable[[], Any]) -> Iterator[Any]:
-    """Run something, and yield the profiler's event of each piece of work on the CPU: an operation.
-
-    Views and allocations are no work, and of nested operations only the innermost counts.
-    """
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        run()
-
-    def innermost(event: Any) -> Iterator[Any]:
-        inside = [found for child in event.cpu_children for found in innermost(child)]
-        library, _, name = event.name.rpartition("::")
-        is_work = library and name not in IDLE
-        yield from inside or ([event] if is_work else [])
-
-    for event in trace.events():
-        if event.cpu_parent is None:
-            yield from innermost(event)
 
 
 class Operations(TorchDispatchMode):
@@ -77,25 +52,6 @@ def count_operations(run: Callable[[], Any]) -> Counter[str]:
     return operations.counts
 
 
-def operation_seconds(run: Callable[[], Any]) -> Counter[str]:
-    """Return the seconds of each kind of work, and under REST those of everything else: Python, views, allocations.
-
-    The profiler itself makes the rest longer, and operations that take microseconds.
-    """
-    seconds: Counter[str] = Counter()
-
-    def timed() -> None:
-        start = time.perf_counter()
-        run()
-        seconds[REST] = time.perf_counter() - start
-
-    for event in work_of(timed):
-        taken = event.cpu_time_total / 1e6
-        seconds[event.name] += taken
-        seconds[REST] -= taken
-    return seconds
-
-
 def count_kernels(run: Callable[[], Any]) -> int:
     """Return how many kernels `run` starts on the GPU; copies and fills count too."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
@@ -113,20 +69,6 @@ def sampler(backend: Any, prompts: Sequence[list[int]]) -> Callable[[int], None]
         backend.generate(prompts, SamplingParams(length), [(0, key, row) for row in range(len(prompts))])
 
     return sample
-
-
-def operation_profile(backend: Any, prompts: list[list[int]], tokens: int) -> dict[str, float]:
-    """Return the milliseconds of each kind of work in one token of all rows together, the longest first.
-
-    Args:
-        backend, prompts, tokens: as for `decode_profile`. On a GPU it is the time of the host.
-    """
-    sample = sampler(backend, prompts)
-    for length in (FEW, FEW + tokens):
-        sample(length)
-    few, many = (operation_seconds(lambda length=length: sample(length)) for length in (FEW, FEW + tokens))
-    costs = {name: 1000 * (many[name] - few[name]) / tokens for name in many}
-    return dict(sorted(costs.items(), key=lambda item: -item[1]))
 
 
 def decode_profile(

@@ -94,6 +94,7 @@ class Part:
         is_test: True where it is pytest, whose report is read; else its last line is JSON.
         environment: beyond QUIET.
         skip: why it cannot run on this machine; "" where it can.
+        sees_all_gpus: False: only the first, since a trainer rejects several in one process.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Part:
     is_test: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     skip: str = ""
+    sees_all_gpus: bool = False
 
     def shown(self) -> str:
         """Return the command as a reader can type it at the repository's root."""
@@ -115,7 +117,7 @@ def all_parts(machine: Machine) -> list[Part]:
     """Return the parts in the order in which they run: the most important first, should the time run out."""
     rows = [iteration(machine, shape, is_nf4) for is_nf4 in (False, True) for shape in SHAPES]
     others = [against(machine, baseline) for baseline in BASELINES.values()]
-    return [tests(), theorems(machine), twins(machine), *rows, graph(machine), *others, several(machine)]
+    return [tests(), theorems(machine), twins(machine), graph(machine), *rows, *others, several(machine)]
 
 
 def tests_with_a_gpu() -> list[str]:
@@ -144,8 +146,8 @@ def theorems(machine: Machine) -> Part:
 
 
 def tests() -> Part:
-    """Return the part of the tests that need one GPU."""
-    chosen = ("-m", "gpu and not multi_process", "--deselect", THEOREMS_TEST)
+    """Return the part of the fast tests that need one GPU."""
+    chosen = ("-m", "gpu and not multi_process and not slow", "--deselect", THEOREMS_TEST)
     return Part("tests", "tests marked gpu", pytest_command(*chosen, *tests_with_a_gpu()), 150, is_test=True)
 
 
@@ -154,7 +156,7 @@ def several(machine: Machine) -> Part:
     command = pytest_command("-m", "gpu and multi_process", "--timeout", "1200", *tests_with_a_gpu())
     skip = "" if machine.is_dry or len(machine.gpus) > 1 else "there is one GPU; it needs 2 or more"
     what = "several GPUs: DDP, FSDP2, tensor parallelism, pipelined sampling and training through the shipped configs"
-    return Part("several", what, command, 1200, is_test=True, skip=skip)
+    return Part("several", what, command, 1200, is_test=True, skip=skip, sees_all_gpus=True)
 
 
 def twins(machine: Machine) -> Part:
@@ -244,6 +246,8 @@ def run_part(part: Part, limit_s: float, folder: Path, needs_passed: bool) -> di
     command = [*part.command, *(["--junitxml", str(report)] if part.is_test else [])]
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "ONETRUNK_KERNELS")}
     environment = {**inherited, **QUIET, **part.environment}
+    if not part.sees_all_gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     start = time.monotonic()
     with logs[0].open("w") as out, logs[1].open("w") as err:
         code = wait(command, environment, out, err, limit_s)

@@ -30,7 +30,7 @@ def speeds(result: dict[str, Any], epochs: int = 2) -> dict[str, Any]:
         }
         for phase in PHASES
     }
-    return {**found, "seconds": result["seconds"], "peak_mb": result["peak_mb"], "decode": result["decode"]}
+    return {**found, **{name: result[name] for name in ("seconds", "peak_mb", "decode", "first_ratio")}}
 
 
 def measurements(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -80,8 +80,9 @@ def chapter(results: dict[str, Any], markdown: Markdown, machine_line: Callable[
         text.append(_twins(parts["twins"]["result"], markdown))
     if parts.get("graph", {}).get("status") == PASSED:
         found = parts["graph"]["result"]
-        ways = (f"{name} {found[name]['ms_per_token']} ms" for name in ("sampler", "step"))
-        text.append(f"A decoded token as a graph (decode_graph.py): {', '.join(ways)}.\n")
+        ways = ", ".join(f"{name} {found[name]['ms_per_token']} ms" for name in ("sampler", "step"))
+        equal = f"it draws the tokens of the step, and those of the sampler in {found['equal_rows']:.0%} of the rows"
+        text.append(f"A decoded token as a graph (decode_graph.py): {ways}; {equal}.\n")
     return "\n".join([*text, f"`{results['command']}` runs:\n\n```\n{commands}\n```\n"])
 
 
@@ -104,15 +105,17 @@ def _decode_cells(one: dict[str, Any]) -> tuple[str, str, str]:
 def _iterations(found: dict[str, Any], markdown: Markdown) -> list[str]:
     if not found["iterations"]:
         return []
-    columns = ("model", *(f"{phase}, tokens/s" for phase in PHASES), "peak MB", "one token, ms", "tokens/s", "kernels")
+    columns = ("model", *(f"{phase}, tokens/s" for phase in PHASES), "peak MB", "first ratio")
+    columns += ("one token, ms", "tokens/s", "kernels")
     lines = []
     for name, row in found["iterations"].items():
         cells = [f"{row[phase]['tokens_per_s']:,} ({_share(row[phase]['roofline'])})" for phase in PHASES]
-        lines.append((name, *cells, f"{row['peak_mb']:,}", *_decode_cells(row["decode"])))
+        lines.append((name, *cells, f"{row['peak_mb']:,}", str(row["first_ratio"]), *_decode_cells(row["decode"])))
     text = [
         "Tokens per second of each phase, in brackets the share of the roofline: the fewest seconds that the"
         " arithmetic allows, at the measured speed of matrix products and copies on this machine, over the measured"
-        " seconds. The last three columns are one decoded token of all rows together.\n",
+        " seconds. The first ratio is the largest in the first step of a rollout: 1 if scoring and update compute the"
+        " same bits. The last three columns are one decoded token of all rows together.\n",
         markdown(columns, lines),
     ]
     for kind, row in found.get("others", {}).items():
@@ -120,6 +123,11 @@ def _iterations(found: dict[str, Any], markdown: Markdown) -> list[str]:
         text.append(
             f"Seconds of {BASELINES[kind].name} over ours, {AGAINST_OTHERS}-bf16: {ratios}; our peak memory is"
             f" {row['memory_share']:.0%} of its.\n"
+        )
+    if found.get("others"):
+        text.append(
+            "One iteration counts: ours adapts the top quarter of the layers and has a reward model; TRL adapts all"
+            " layers and trains a full value model, and AgileRL has no reward model.\n"
         )
     return text
 

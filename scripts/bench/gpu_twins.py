@@ -17,9 +17,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from ops_cases import seconds
+from ops_cases import logprobs_run, seconds
 
-from onetrunk.ops import Head, fused_token_logprobs, token_logprobs
 from onetrunk.ops.kernels import SWITCH
 
 # Each with the setting of the switch that selects it.
@@ -56,28 +55,16 @@ def cost(run: Callable[[], Any], device: str, repeats: int) -> dict[str, float]:
 
 def logprobs_case(given: argparse.Namespace, hidden: int, trains: bool) -> dict[str, Any]:
     """Return the cost of each variant for one width, and how far the kernel is from its twin."""
-    kind = {"dtype": getattr(torch, given.dtype), "device": given.device}
-    torch.manual_seed(0)
-    weight = torch.empty(given.vocab, hidden, **kind).normal_(std=hidden**-0.5)
-    states = torch.randn(given.tokens, hidden, **kind).requires_grad_(trains)
-    targets = torch.randint(0, given.vocab, (given.tokens,), device=given.device)
     found: dict[str, Any] = {}
     outputs = {}
     for variant, setting in VARIANTS.items():
-        function = token_logprobs if variant == "naive" else fused_token_logprobs
-
-        def run(function: Any = function) -> torch.Tensor:
-            logprobs, _ = function(states, Head(weight), targets)
-            if trains:
-                states.grad = None
-                logprobs.sum().backward()
-            return logprobs.detach()
-
+        function = "naive" if variant == "naive" else "fused"
+        torch.manual_seed(0)  # Every variant has the same inputs.
+        run = logprobs_run(function, given.tokens, hidden, given.vocab, trains, given.dtype, given.device)
         with kernels(setting):
             found[variant] = cost(run, given.device, given.repeats)
-            outputs[variant] = (run().float(), states.grad.float() if trains else None)
-    for number, name in enumerate(("logprobs", "gradients")[: 1 + trains]):
-        ours, twin = (outputs[variant][number] for variant in ("kernel", "torch"))
+            outputs[variant] = [output.float() for output in run() if output is not None]
+    for name, ours, twin in zip(("logprobs", "gradients"), outputs["kernel"], outputs["torch"], strict=False):
         found[f"{name}_difference"] = ((ours - twin).norm() / twin.norm()).item()
     return found
 

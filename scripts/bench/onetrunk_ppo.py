@@ -28,7 +28,7 @@ if "cuda" not in sys.argv and "--nf4" not in sys.argv:
 import torch
 import transformers
 from datasets import Dataset
-from decode_profile import decode_profile, operation_profile
+from decode_profile import decode_profile
 from peft import LoraConfig, get_peft_model
 from roofline import Ceilings, Iteration, decode_seconds, least_seconds, measure_ceilings
 from torch import Tensor
@@ -37,9 +37,6 @@ from workload import EOS, FORBIDDEN, LORA, PAD, Meter, Workload
 
 from onetrunk import PPOConfig, PPOTrainer, __version__
 from onetrunk.types import Experience, Rollout
-
-# Operations of a decoded token that take less are not listed.
-LEAST_MS = 0.05
 
 
 class ForceLengthOfRunningRows(LogitsProcessor):
@@ -223,7 +220,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--learn_only", action="store_true", help="a rule scores, and sampling takes 0 s")
     parser.add_argument("--nf4", action="store_true", help="the base in 4 bit")
     parser.add_argument("--profile_tokens", type=int, default=0, help="measure a decoded token over this many; 0: not")
-    parser.add_argument("--profile_operations", action="store_true", help="the milliseconds of its operations too")
     return parser
 
 
@@ -280,16 +276,11 @@ def one_token(
         least = decode_seconds(work.config(), len(prompts), itemsize(work, given), ceilings)
         costs["tokens_per_s"] = round(len(prompts) / costs["seconds"])
         costs["roofline"] = round(least / costs["seconds"], 3)
-    if given.profile_operations:
-        shown = operation_profile(backend, prompts, given.profile_tokens)
-        costs["operation_ms"] = {work: round(ms, 3) for work, ms in shown.items() if ms >= LEAST_MS}
     return costs
 
 
 def main() -> None:
     given = parse()
-    if given.profile_operations and not given.profile_tokens:
-        raise SystemExit("--profile_operations needs --profile_tokens")
     work = Workload.from_options(given)
     torch.set_num_threads(1)
     meter = Meter(work.device, uncounted="generate" if given.learn_only else "")
@@ -304,6 +295,9 @@ def main() -> None:
     tokens = [sum(map(len, r.prompt_ids)) + sum(map(len, r.completion_ids)) for r in marks.rollouts[1:]]
     sampled = [sum(map(len, r.completion_ids)) for r in marks.rollouts[1:]]
     result |= {"tokens": tokens, "sampled_tokens": sampled, "update_packs": marks.update_packs}
+    # Not 1 if scoring and the first update of a rollout compute different bits.
+    ratios = [row["policy/ratio_max"] for row in trainer.state.log_history if "policy/ratio_max" in row]
+    result["first_ratio"] = max(ratios[:: work.epochs * given.num_minibatches])
     ceilings = measure_ceilings(work.device, getattr(torch, work.dtype), meter.now)
     if not given.learn_only:
         result["roofline"] = roofline(work, given, marks, ceilings)

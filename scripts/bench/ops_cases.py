@@ -1,4 +1,4 @@
-"""Pairs of runs that do the same: the naive way, and ours. Imported by scripts/bench_ops.py."""
+"""Pairs of runs that do the same: the naive way, and ours. Imported by scripts/bench_ops.py and gpu_twins.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from onetrunk.ops import Head, fused_token_logprobs, gae, token_logprobs
 from onetrunk.ops.advantages import gae_reference
@@ -30,6 +31,8 @@ def logprobs_run(
 ) -> Run:
     """Return a run of logprobs and entropies of a pack: with the gradient of the hidden states, or scoring alone.
 
+    It returns the logprobs and that gradient, or None.
+
     Args:
         variant: naive or fused.
         tokens: completion tokens of the pack.
@@ -46,11 +49,12 @@ def logprobs_run(
     targets = torch.randint(0, vocab, (tokens,), device=device)
     function = {"naive": token_logprobs, "fused": fused_token_logprobs}[variant]
 
-    def run() -> None:
+    def run() -> tuple[Tensor, Tensor | None]:
         logprobs, _ = function(states, Head(weight), targets)
         if trains:
             states.grad = None
             logprobs.sum().backward()
+        return logprobs.detach(), states.grad
 
     return run
 
@@ -108,7 +112,7 @@ def seconds(run: Run, device: str = "cpu", number: int = 1) -> float:
     return (clock() - start) / number
 
 
-def medians(pair: Pair, repeats: int, device: str = "cpu") -> tuple[float, float]:
+def medians(pair: Pair, repeats: int) -> tuple[float, float]:
     """Return the median seconds of both, measured alternately after warm-ups.
 
     A short run is repeated until one measurement takes SHORTEST seconds, as timeit does: one call of a millisecond
@@ -116,7 +120,7 @@ def medians(pair: Pair, repeats: int, device: str = "cpu") -> tuple[float, float
     """
     for run in pair:
         run()
-    numbers = [math.ceil(SHORTEST / max(seconds(run, device), SHORTEST / 1000)) for run in pair]
-    rounds = [[seconds(run, device, n) for run, n in zip(pair, numbers, strict=True)] for _ in range(repeats)]
+    numbers = [math.ceil(SHORTEST / max(seconds(run), SHORTEST / 1000)) for run in pair]
+    rounds = [[seconds(run, number=n) for run, n in zip(pair, numbers, strict=True)] for _ in range(repeats)]
     naive, ours = zip(*rounds, strict=True)
     return statistics.median(naive), statistics.median(ours)

@@ -29,10 +29,8 @@ GROWTH = {
 }
 
 
-def peak_mb(device: str) -> float:
-    """Return the peak memory of this process, or of its GPU tensors, in MiB."""
-    if device != "cpu":
-        return torch.cuda.max_memory_allocated() / 2**20
+def peak_mb() -> float:
+    """Return the peak memory of this process in MiB."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
@@ -45,13 +43,12 @@ def measure(repeats: int = 1, threads: int = 1, **case: object) -> dict[str, flo
     """Return the median seconds and the extra memory of a run; its arguments are those of `logprobs_run`."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    device = str(case.get("device", "cpu"))
     # Loads what the products and the gradient need, whose memory is not that of the run.
     logprobs_run(**(case | {"tokens": 2, "vocab": 8}))()
     run = logprobs_run(**case)
-    before = peak_mb(device)
-    times = [seconds(run, device) for _ in range(repeats)]
-    return {"seconds": statistics.median(times), "extra_mb": peak_mb(device) - before}
+    before = peak_mb()
+    times = [seconds(run) for _ in range(repeats)]
+    return {"seconds": statistics.median(times), "extra_mb": peak_mb() - before}
 
 
 def measured(**case: object) -> dict[str, float]:

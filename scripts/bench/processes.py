@@ -82,11 +82,11 @@ def find_baseline(
     check = [str(python), "-c", f"import {baseline.module}"]
     try:
         done = subprocess.run(check, capture_output=True, text=True, timeout=300)
-    except OSError as error:
-        raise RuntimeError(f"{python} does not run ({error.strerror}); give an interpreter that does") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"{python} does not run ({error}); give an interpreter that does") from error
     if done.returncode:
         raise RuntimeError(
-            f"{python} has no {baseline.name} with PPO ({done.stderr.strip().splitlines()[-1]}); install"
+            f"{python} has no {baseline.name} with PPO ({last_line(done.stderr)}); install"
             f" {baseline.requirements.relative_to(ROOT)} there, or let --make_baseline make an environment"
         )
     return python
@@ -114,9 +114,14 @@ def make_baseline(say: Callable[[str], None], baseline: Baseline = TRL) -> None:
         say(f"baseline {number}/{len(steps)}: {name}")
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            last = last_line(done.stderr)
             raise RuntimeError(f"the baseline's environment could not be made: {name} failed ({last})")
     partial.rename(folder)
+
+
+def last_line(text: str) -> str:
+    """Return the last line of what a process printed."""
+    return (text.strip().splitlines() or ["no message"])[-1]
 
 
 def run_process(python: Path, script: Path, options: Sequence[str], timeout_s: float) -> dict[str, Any]:

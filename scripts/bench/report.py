@@ -19,13 +19,10 @@ COLUMNS = ("row", "", *(f"{phase} s" for phase in PHASES), "peak MB")
 README_COLUMNS = ("row", "TRL 1.12", "ours", "ratio (generate, score, update)", "memory", "roofline")
 AGILERL_COLUMNS = ("row", AGILERL.name, "ours", "ratio (score, update)", "memory")
 NOTES = """\
-Median CPU seconds of one iteration with one thread (wall seconds on CUDA), and peak resident MB. The ratio is TRL's
-seconds over ours, memory is ours over TRL's. Roofline is the fewest seconds that the arithmetic allows at this
-machine's measured speed, over our seconds in each phase. Differences under 10% are noise.
-
-Both run on the same weights, prompts and forced completion lengths, with the same LoRA rank, epochs and limit on
-padded tokens per forward. TRL also trains a full value model, always scores with the full reward model, and computes
-padding.
+Median CPU seconds of one iteration with one thread, and peak resident MB. Ratio: TRL's over
+ours; memory: ours over TRL's; roofline: the fewest seconds that this machine's arithmetic allows, over ours, by phase.
+Differences under 10% are noise. Both have the same weights, prompts, completion lengths, LoRA rank, epochs and padded
+tokens per forward. TRL also trains a full value model, scores with the full reward model, and computes padding.
 """
 AGILERL_NOTES = """\
 `learn` of AgileRL's PPO for language models against our scoring and update, without sampling and without a reward
@@ -103,8 +100,7 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def commands(row: Row, baseline: Baseline = TRL) -> list[str]:
     """Return the commands of a row, ours first."""
-    ours = shown(OURS, (*row.shared, *row.own))
-    return [ours, shown(baseline.script, row.shared)] if row.has_baseline else [ours]
+    return [shown(OURS, (*row.shared, *row.own)), shown(baseline.script, row.shared)]
 
 
 def write_readme(folder: Path) -> None:

@@ -20,7 +20,6 @@ class Row:
         own: options of ours alone.
         floor, target: how many times less CPU time than TRL is required, and aimed at; None: nothing is.
         limits_memory: True where the peak memory is held to MEMORY_FLOOR.
-        has_baseline: False where TRL cannot run it.
     """
 
     label: str
@@ -29,13 +28,12 @@ class Row:
     floor: float | None = None
     target: float | None = None
     limits_memory: bool = False
-    has_baseline: bool = True
 
     def quick(self) -> Row:
         """Return the same row on a tiny shape."""
         kept = [option for option in self.shared if option == "--mixed"]
         own = [QUICK_LAYERS if option.startswith("top-") else option for option in self.own]
-        return Row(self.label, (*QUICK, *kept), tuple(own), limits_memory=False, has_baseline=self.has_baseline)
+        return Row(self.label, (*QUICK, *kept), tuple(own))
 
     def against_agilerl(self) -> Row:
         """Return the row in which AgileRL adapts the same layers, and ours scores by a rule and counts no sampling."""
@@ -49,7 +47,7 @@ def _row(label: str, shared: str, own: str, *required: float, limits_memory: boo
 _SMOLLM2 = "--shape smollm2 --mixed --prompt 48 --completion 48 --rollout 32 --microbatch 16"
 
 # A small reward model is our choice of method: TRL runs the full one in that row too.
-CPU_ROWS = {
+ROWS = {
     "equal-all": _row("equal lengths, adapters on all layers", "", "--adapter_layers all", 1.7, 2.2),
     "equal-top": _row("equal lengths, top quarter", "", "--adapter_layers top-4", 3.7, 5.0, limits_memory=True),
     "mixed-all": _row("mixed lengths, adapters on all layers", "--mixed", "--adapter_layers all", 3.2, 4.0),
@@ -78,43 +76,17 @@ CPU_ROWS = {
     "smollm2-top-bf16": _row("the same in bfloat16", f"{_SMOLLM2} --dtype bfloat16", "--adapter_layers top-8"),
 }
 
-_CUDA = "--device cuda --dtype bfloat16 --mixed --prompt 512 --completion 512 --rollout 128 --microbatch 8 --shape"
-CUDA_ROWS = {
-    **{
-        f"{shape}-bf16": Row(
-            f"{shape}, bf16, mixed lengths, top quarter",
-            (*_CUDA.split(), shape),
-            ("--adapter_layers", f"top-{layers // 4}"),
-            has_baseline=shape in ("0.5b", "1.5b"),
-        )
-        for shape, layers in (("0.5b", 24), ("1.5b", 28), ("7b", 28), ("8b", 32))
-    },
-    **{
-        f"{shape}-nf4": Row(
-            f"{shape}, NF4, mixed lengths, top quarter",
-            (*_CUDA.split(), shape),
-            ("--adapter_layers", f"top-{layers // 4}", "--nf4"),
-            has_baseline=False,
-        )
-        for shape, layers in (("0.5b", 24), ("1.5b", 28), ("7b", 28), ("8b", 32))
-    },
-}
 
-
-def choose_rows(names: list[str] | None, device: str, is_quick: bool, baseline: str = "trl") -> dict[str, Row]:
-    """Return the rows of these names; None: all of the device.
-
-    Against AgileRL there are those of the CPU whose reward is the plain one.
+def choose_rows(names: list[str] | None, is_quick: bool, baseline: str = "trl") -> dict[str, Row]:
+    """Return the rows of these names; None: all. Against AgileRL there are those whose reward is the plain one.
 
     Raises:
         ValueError: there is no row with one of these names.
     """
-    known = CUDA_ROWS if device == "cuda" else CPU_ROWS
-    if baseline == "agilerl":
-        known = {name: row for name, row in CPU_ROWS.items() if "reward" not in name}
+    known = {name: row for name, row in ROWS.items() if baseline != "agilerl" or "reward" not in name}
     unknown = sorted(set(names or ()) - set(known))
     if unknown:
-        raise ValueError(f"there is no row {', '.join(unknown)} on {device}; the rows are {', '.join(known)}")
+        raise ValueError(f"there is no row {', '.join(unknown)}; the rows are {', '.join(known)}")
     chosen = {name: known[name] for name in (names or known)}
     chosen = {name: row.quick() for name, row in chosen.items()} if is_quick else chosen
     return {name: row.against_agilerl() for name, row in chosen.items()} if baseline == "agilerl" else chosen

@@ -59,11 +59,8 @@ SHAPES = {
     "big_vocab": _shape(32_000, 384, 12, 1152, 6),
     "smollm2": _shape(49_152, 576, 30, 1536, 9, 3),
     "0.5b": _shape(151_936, 896, 24, 4864, 14),
-    "1.5b": _shape(151_936, 1536, 28, 8960, 12),
     "7b": _shape(152_064, 3584, 28, 18_944, 28, 4),
-    "8b": _shape(128_256, 4096, 32, 14_336, 32, 8),
 }
-UNTIED = ("7b", "8b")
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ class Workload:
             "pad_token_id": PAD,
             "eos_token_id": EOS,
             "bos_token_id": BOS,
-            "tie_word_embeddings": self.shape not in UNTIED,
+            "tie_word_embeddings": self.shape != "7b",
         }
         settings |= {"vocab_size": self.vocab_size} if self.vocab_size else {}
         settings |= {"num_hidden_layers": self.layers} if self.layers else {}
@@ -216,7 +213,7 @@ class Meter(threading.Thread):
 
     On a CPU: CPU seconds of this process (wall time is not stable on a shared machine) and resident memory, sampled
     every 4 ms. On CUDA: wall seconds, the device waited for, and the memory that torch allocated. The seconds of the
-    phase `uncounted` are 0. Wall seconds of whole iterations are kept besides.
+    phase `uncounted` are 0.
     """
 
     def __init__(self, device: str = "cpu", interval_s: float = 0.004, uncounted: str = ""):
@@ -225,10 +222,9 @@ class Meter(threading.Thread):
         self.uncounted = uncounted
         self.interval_s = interval_s
         self.iterations: list[dict[str, float]] = []
-        self.walls: list[float] = []
         self.peaks: dict[str, int] = {}
         self.phase = "init"
-        self._start = self._wall_start = 0.0
+        self._start = 0.0
         self._process = psutil.Process()
 
     def run(self) -> None:
@@ -247,18 +243,16 @@ class Meter(threading.Thread):
         """End the phase in progress and begin another; "generate" begins a new iteration."""
         if phase == self.phase:
             return
-        now, wall = self.now(), time.perf_counter()
+        now = self.now()
         if self.phase in PHASES:
             counted, weight = self.iterations[-1], self.phase != self.uncounted
             counted[self.phase] = counted.get(self.phase, 0.0) + weight * (now - self._start)
-            self.walls[-1] += weight * (wall - self._wall_start)
         if self.device != "cpu":
             self._note_memory(torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
         if phase == "generate":
             self.iterations.append({})
-            self.walls.append(0.0)
-        self.phase, self._start, self._wall_start = phase, now, wall
+        self.phase, self._start = phase, now
 
     def _note_memory(self, num_bytes: int) -> None:
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), num_bytes)
@@ -274,7 +268,6 @@ class Meter(threading.Thread):
         return {
             "seconds": {name: round(statistics.median(row[name] for row in kept), 3) for name in kept[0]},
             "iterations": [{name: round(s, 3) for name, s in row.items()} for row in kept],
-            "wall_s": round(statistics.median(self.walls[1:]), 3),
             "peak_mb": round(peak / 1e6),
             "phase_peak_mb": {phase: round(value / 1e6) for phase, value in self.peaks.items()},
         }

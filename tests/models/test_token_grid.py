@@ -17,6 +17,7 @@ from onetrunk.models.speedups.merged import can_merge
 from onetrunk.models.speedups.token_grid import TokenGrid, known_masks, narrow_blocks, packing_obstacle
 from onetrunk.ops.packing import make_pack
 from onetrunk.rollouts import LocalBackend, SamplingParams
+from onetrunk.types import to_device
 from tests.models.branches import ALL_ROLES, COMPLETIONS, FEW, PROMPTS, a_pack, a_trunk, lora, same, step_gradients
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
 from tests.rollouts.small import KEYS, assert_same, tiny
@@ -202,8 +203,7 @@ def test_flash_attention_on_a_gpu_gives_what_sdpa_gives_for_padded_rows(family, 
         trunk = a_trunk(base=base, dtype=torch.bfloat16).to("cuda")
         if padding_free:
             trunk.use_padding_free()
-        pack = make_pack(PROMPTS, COMPLETIONS, 0)
-        pack = type(pack)(**{n: v.cuda() if torch.is_tensor(v) else v for n, v in vars(pack).items()})
+        pack = to_device(make_pack(PROMPTS, COMPLETIONS, 0), "cuda")
         results.append(trunk(pack=pack, roles=("policy",)).logprobs)
     # bfloat16 has 8 bits, and the weights are drawn wide.
     assert (results[0] - results[1]).abs().mean() < 0.05

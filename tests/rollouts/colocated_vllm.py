@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from onetrunk.models.build import build_trunk
 from onetrunk.ppo.trainer import PPOTrainer
 from onetrunk.rollouts import ColocatedBackend, LocalBackend, SamplingParams
+from onetrunk.types import Rollout
 from tests.ppo.support import logged, lora, make_trainer, trained_weights
 from tests.rollouts.scripted import Scripted
 from tests.rollouts.small import KEYS, PROMPTS, SERVED_SIZES
@@ -21,8 +22,11 @@ from tests.rollouts.vllm_episodes import cached_tokens, require_asked, story_tra
 from tests.tiny import tiny_model
 
 STOPS = tuple(range(8, 14))
-# Rounding of float32 on a CPU; on a GPU vLLM multiplies adapters in TF32. Old weights are wrong by more than 1.
-TOLERANCE = 2e-2 if torch.cuda.is_available() else 5e-5
+SAMPLED, GREEDY = SamplingParams(12, 0.7, STOPS), SamplingParams(12, 0.0, STOPS)
+ON_GPU = torch.cuda.is_available()
+# Rounding: of float32 on a CPU, of bfloat16 on a GPU, where vLLM has adapters in 16 bits only. In bfloat16 vLLM on a
+# CPU differs from our forward by up to 0.05. Old weights are wrong by more than 1.
+TOLERANCE, LARGEST_GAP = (0.1, 0.1) if ON_GPU else (5e-5, 5e-4)
 
 
 def sample(base: Path, folder: Path, sleeps: bool) -> None:
@@ -35,26 +39,31 @@ def sample(base: Path, folder: Path, sleeps: bool) -> None:
     assert generators[0].equal(torch.get_rng_state()) and generators[1] == random.getstate()
     for version in range(3):
         backend.sync(shaken(model, version), version)
-        rollout = backend.generate(PROMPTS, SamplingParams(12, 0.7, STOPS), KEYS)
+        rollout = backend.generate(PROMPTS, SAMPLED, KEYS)
         assert rollout.policy_version == version
         assert_sampled_from(model, rollout, 0.7, TOLERANCE)
-        again = backend.generate(PROMPTS, SamplingParams(12, 0.7, STOPS), KEYS)
-        assert again.completion_ids == rollout.completion_ids
-        greedy = SamplingParams(12, 0.0, STOPS)
-        ours = LocalBackend(model).generate(PROMPTS, greedy, KEYS)
-        assert backend.generate(PROMPTS, greedy, KEYS).completion_ids == ours.completion_ids
+        greedy = backend.generate(PROMPTS, GREEDY, KEYS)
+        assert_sampled_from(model, greedy, 1.0, TOLERANCE)
         assert backend._llm.llm_engine.list_loras() == {backend._num_loads}
-        once = backend.generate_turns(PROMPTS, SamplingParams(12, 0.7, STOPS), KEYS, Scripted(lambda row, turn: None))
-        assert (once.completion_ids, once.stopped) == (rollout.completion_ids, rollout.stopped)
-        episodes = PROMPTS, SamplingParams(40, 0.0, STOPS), KEYS
-        ours = LocalBackend(model).generate_turns(*episodes, Scripted())
-        theirs = backend.generate_turns(*episodes, Scripted())
-        assert (theirs.completion_ids, theirs.turn_ids) == (ours.completion_ids, ours.turn_ids)
+        if not ON_GPU:  # In bfloat16 rounding decides some tokens.
+            require_equal_tokens(model, backend, rollout, greedy)
     with model.as_role("reference"):
         backend.sync(model, 3)
         assert_sampled_from(model, backend.generate(PROMPTS, SamplingParams(12, 1.0), KEYS), 1.0, TOLERANCE)
     backend.close()
     print("sampled", flush=True)
+
+
+def require_equal_tokens(model: torch.nn.Module, backend: ColocatedBackend, rollout: Rollout, greedy: Rollout) -> None:
+    """Check that the engine repeats a rollout, also as episodes of one turn, and that its greedy tokens are ours."""
+    assert backend.generate(PROMPTS, SAMPLED, KEYS).completion_ids == rollout.completion_ids
+    once = backend.generate_turns(PROMPTS, SAMPLED, KEYS, Scripted(lambda row, turn: None))
+    assert (once.completion_ids, once.stopped) == (rollout.completion_ids, rollout.stopped)
+    assert greedy.completion_ids == LocalBackend(model).generate(PROMPTS, GREEDY, KEYS).completion_ids
+    episodes = PROMPTS, SamplingParams(40, 0.0, STOPS), KEYS
+    ours = LocalBackend(model).generate_turns(*episodes, Scripted())
+    theirs = backend.generate_turns(*episodes, Scripted())
+    assert (theirs.completion_ids, theirs.turn_ids) == (ours.completion_ids, ours.turn_ids)
 
 
 def keep_weights_as_they_are() -> None:
@@ -71,7 +80,7 @@ def train(base: Path, folder: Path, sleeps: bool) -> None:
     """Train three rollouts of PPO whose samples are the engine's, on one copy of the base."""
     settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.2}
     model = AutoModelForCausalLM.from_pretrained(base)
-    sleep = {"vllm_enable_sleep_mode": sleeps, "use_cpu": not torch.cuda.is_available()}
+    sleep = {"vllm_enable_sleep_mode": sleeps, "use_cpu": not ON_GPU}
     trainer = make_trainer(folder, model=model, num_rollouts=3, temperature=0.8, **settings, **sleep)
     before = trained_weights(trainer.model)
     (engine,) = trainer.sampler.backend._llm.apply_model(lambda model: model)
@@ -83,7 +92,7 @@ def train(base: Path, folder: Path, sleeps: bool) -> None:
     trainer.train()
     assert all(weight.equal(copies[name]) for name, weight in theirs.items())
     gaps = logged(trainer, "sampling/logprob_gap_max")
-    assert len(gaps) == 3 and max(gaps) < 10 * TOLERANCE, gaps
+    assert len(gaps) == 3 and max(gaps) < LARGEST_GAP, gaps
     after = trained_weights(trainer.model)
     assert any(not after[name].equal(weight) for name, weight in before.items() if "lora_B.default" in name)
     check_gap(trainer)
@@ -128,7 +137,7 @@ class Recording(ColocatedBackend):
 def play(base: Path, folder: Path, sleeps: bool) -> None:
     """Train on episodes of several turns, with exact ids, cached prefixes, and one sleep per rollout."""
     backend, played, told = Recording(folder / "adapters", sleeps=sleeps, gpu_memory_utilization=0.2), [], []
-    settings = {"num_rollouts": 3, "temperature": 0.8, "use_cpu": not torch.cuda.is_available()}
+    settings = {"num_rollouts": 3, "temperature": 0.8, "use_cpu": not ON_GPU}
     trainer = story_trainer(folder, base, played, backend, **settings)
     backend.progress = lambda *numbers: told.append(numbers)
     backend.cached.clear()
@@ -137,10 +146,10 @@ def play(base: Path, folder: Path, sleeps: bool) -> None:
     require_asked([(r.prompt_ids, c.token_ids) for wave in backend.waves for r, c in wave], played)
     # Rows of one wave have limits of their own.
     assert any(len({request.params.max_completion_length for request, _ in wave}) > 1 for wave in backend.waves)
-    assert max(logged(trainer, "sampling/logprob_gap_max")) < 10 * TOLERANCE
+    assert max(logged(trainer, "sampling/logprob_gap_max")) < LARGEST_GAP
     assert logged(trainer, "policy/ratio_max")[0] == 1.0
     assert len(backend.waves) > 2 * 3 and backend.slept == ["wake_up", "sleep"] * 3 * sleeps
-    if not torch.cuda.is_available():  # On a GPU blocks are smaller.
+    if not ON_GPU:  # On a GPU blocks are smaller.
         assert sum(backend.cached) == sum(map(cached_tokens, played))
     assert [done for done, _, _ in told].count(6) == 3 and {total for _, total, _ in told} == {6}
     backend.close()
@@ -163,13 +172,13 @@ def main() -> None:
     parser.add_argument("--sleeps", action="store_true")
     args = parser.parse_args()
     base = args.folder / "base"
-    tiny_model("llama", **SERVED_SIZES).save_pretrained(base)
+    tiny_model("llama", **SERVED_SIZES).to(torch.bfloat16 if ON_GPU else torch.float32).save_pretrained(base)
     sample(base, args.folder / "adapters", args.sleeps)
-    if not torch.cuda.is_available():
+    if not ON_GPU:
         keep_weights_as_they_are()
     train(base, args.folder / "run", args.sleeps)
     # On a CPU an engine sleeps in name only, which is enough to see when it is woken.
-    play(base, args.folder / "episodes", sleeps=args.sleeps or not torch.cuda.is_available())
+    play(base, args.folder / "episodes", sleeps=args.sleeps or not ON_GPU)
     print("sampled and trained")
 
 

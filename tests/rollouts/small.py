@@ -45,9 +45,10 @@ def logprobs_of(model, rollout, temperature):
     """Return the logprobs of a rollout's tokens by a forward over each unpadded row, adapters as they are."""
     rows = []
     for prompt, completion in zip(rollout.prompt_ids, rollout.completion_ids, strict=True):
+        ids = torch.tensor(prompt + completion, device=model.device)
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-        rows.append((logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
+            logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].float()
+        rows.append((logits / temperature).log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].cpu())
     return rows
 
 
