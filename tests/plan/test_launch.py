@@ -12,7 +12,7 @@ from onetrunk import cli
 from onetrunk.costs import decode_split
 from onetrunk.plan.hardware import GIB, Pool, load_catalog
 from onetrunk.plan.job import INT8_BYTES, NF4_BYTES, read_model
-from onetrunk.plan.launch import PORT, Launch, launch_files, settings_of, write_files
+from onetrunk.plan.launch import PORT, Launch, launch_files, settings_of, trainer_command, write_files
 from onetrunk.plan.memory import engine_parts
 from onetrunk.plan.search import Space, evaluate, host_gib, search
 from onetrunk.plan.timing import COLOCATED, LOCAL, PIPELINED, SERVER, SampleLayout, TrainLayout
@@ -32,7 +32,7 @@ PLANS = {
     "servers": (TrainLayout(DEVICE, 4, rows=512), SampleLayout(DEVICE, SERVER, 2, 2), "one_step"),
     "hybrid": (TrainLayout(DEVICE, 16, shards=8), SampleLayout(DEVICE, LOCAL, 16), "sync"),
     "staged": (TrainLayout(DEVICE, 2, rows=512, stages=4), SampleLayout(DEVICE, PIPELINED, 2, 1, 4, 32), "sync"),
-    "apart": (TrainLayout(DEVICE, 8, serves_reward=True), SampleLayout(DEVICE, SERVER, 8), "async"),
+    "apart": (TrainLayout(DEVICE, 8, serves_reward=True), SampleLayout(DEVICE, SERVER, 7), "async"),
     "one": (TrainLayout(DEVICE, 1), SampleLayout(DEVICE, LOCAL, 1), "sync"),
     "colocated": (TrainLayout(DEVICE, 1, rows=512), SampleLayout(DEVICE, COLOCATED, 1, rows=64), "sync"),
     "divided": (TrainLayout(DEVICE, 2, 2, serves_reward=True), SampleLayout(DEVICE, LOCAL, 2, 2), "sync"),
@@ -41,8 +41,8 @@ PLANS = {
 FAST = ("servers", "hybrid", "staged")
 
 
-def launch_of(name: str, folder) -> Launch:
-    one = job_7b(reward=SMALL, adapted_layers=28)
+def launch_of(name: str, folder, **changes) -> Launch:
+    one = job_7b(reward=SMALL, adapted_layers=28, **changes)
     plan = evaluate(one, *PLANS[name])
     return Launch(one, plan, load_catalog(), CONFIG, str(folder), "spot", True, "org/reward")
 
@@ -156,6 +156,20 @@ def test_another_precision_of_the_base_replaces_all_settings_of_the_recipe(confi
     assert (model.load_in_4bit, model.load_in_8bit, model.dtype) == expected
 
 
+@pytest.mark.parametrize("name", ["servers", "one", "stages", "colocated"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "--use_vllm true",
+        "--use_vllm true --schedule async --max_staleness 3",
+        "--use_vllm true --vllm_mode colocate --vllm_enable_sleep_mode true --vllm_gpu_memory_utilization 0.5",
+    ],
+)
+def test_the_sampler_of_a_plan_replaces_that_of_the_recipe(name, recipe, tmp_path):
+    launch = replace(launch_of(name, tmp_path, uses_server=True), words=tuple(recipe.split()))
+    check_settings(launch, shlex.split(trainer_command(launch, "launch.sh")))
+
+
 def test_every_scheduler_is_told_the_machine_of_the_servers(tmp_path):
     here, apart = (launch_files(launch_of(name, tmp_path)) for name in ("servers", "apart"))
     head, _, rest = apart["skypilot.yaml"].partition("name: ppo")
@@ -163,7 +177,7 @@ def test_every_scheduler_is_told_the_machine_of_the_servers(tmp_path):
     trainer = yaml.safe_load(apart["trainjob.yaml"])["spec"]["trainer"]
     # The script ends with a message where it is empty.
     assert {"name": "SERVER_HOST", "value": ""} in trainer["env"]
-    before = f"# The servers come first, on 2 machines behind one name: bash {tmp_path}/servers.sh. SERVER_HOST is"
+    before = f"# The servers come first, on a machine of their own: bash {tmp_path}/servers.sh. SERVER_HOST is"
     for name in ("job.sbatch", "skypilot.yaml", "trainjob.yaml"):
         assert before in apart[name] and "SERVER_HOST" not in here[name]
         # Such a job starts its servers itself.
@@ -228,10 +242,12 @@ def test_servers_take_the_devices_that_the_trainer_leaves(tmp_path):
     line = next(line for line in files["servers.sh"].splitlines() if "onetrunk serve" in line)
     words = line.split(" $((")[0].split()[2:]
     (args,) = parse_serve([*words, str(PORT)])
-    assert (args.tensor_parallel_size, args.max_loras, args.max_model_len) == (2, 3, 1024)
+    assert (args.tensor_parallel_size, args.max_loras, args.max_model_len, args.dtype) == (2, 3, 1024, "bfloat16")
     assert "--runner pooling" in launch_files(launch_of("divided", tmp_path))["servers.sh"]
     apart = launch_files(launch_of("apart", tmp_path))
     assert "$SERVER_HOST" in apart["launch.sh"] and "first=$((0 + number * 1))" in apart["servers.sh"]
+    # Seven servers, and the reward model on the last device of their machine.
+    assert "seq 0 6" in apart["servers.sh"] and "CUDA_VISIBLE_DEVICES=7 " in apart["servers.sh"]
 
 
 def test_a_plan_without_servers_writes_none(tmp_path):

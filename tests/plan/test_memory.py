@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onetrunk.costs import ModelShape
-from onetrunk.plan.hardware import GIB
+from onetrunk.plan.hardware import GIB, load_catalog
 from onetrunk.plan.job import INT8_BYTES, NF4_BYTES, base_weights_bytes, read_model
 from onetrunk.plan.memory import (
     FITTED,
@@ -145,14 +145,16 @@ def test_a_server_divides_weights_and_cache():
 
 
 def test_a_server_holds_the_checkpoint_and_a_colocated_engine_the_base_of_the_trainer():
-    def engine(one, kind):
-        return engine_parts(one, SampleLayout(device(), kind, 1, rows=10))
+    def engine(one, kind, where=None):
+        return engine_parts(one, SampleLayout(where or device(), kind, 1, rows=10))
 
-    # `onetrunk serve` does not quantise, and serves a float32 checkpoint in float32 (serve.checkpoint_dtype).
+    # `onetrunk serve` does not quantise, and serves a float32 checkpoint in float32 on a CPU alone.
     quantised, served = job(base_bytes=NF4_BYTES), engine(job(), SERVER)
     assert engine(quantised, SERVER) == served and served["weights"] == 2 * SMALL.parameters
     assert engine(quantised, COLOCATED)["weights"] == base_weights_bytes(SMALL, NF4_BYTES)
-    full = engine(job(model=replace(job().model, itemsize=4.0)), SERVER)
+    full_job = job(model=replace(job().model, itemsize=4.0))
+    full = engine(full_job, SERVER, load_catalog().devices["CPU"])
+    assert engine(full_job, SERVER) == served
     for part in ("weights", "kv_cache", "adapters"):
         assert full[part] == 2 * served[part]
     # A plan with another precision of the base than the recipe.

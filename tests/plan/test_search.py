@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from onetrunk.plan.hardware import load_catalog
-from onetrunk.plan.job import INT8_BYTES, NF4_BYTES
+from onetrunk.plan.job import FP32, INT8_BYTES, NF4_BYTES
 from onetrunk.plan.search import (
     OBJECTIVES,
     Space,
     evaluate,
     inner_layouts,
+    plans,
     rejected,
     search,
     server_layouts,
@@ -32,7 +33,8 @@ def everything(one_job, pools, space):
             pairs = [("sync", sample) for sample in inner_layouts(one_job, train, space)]
             for other in pools if not train.is_staged else ():
                 for sample in server_layouts(one_job, other):
-                    if other is not own or train.count + train.serves_reward + sample.count <= own.count:
+                    served = train.serves_reward + sample.count
+                    if not train.serves_reward if other is not own else train.count + served <= own.count:
                         accepted = space.schedules if train.tensor == 1 else ("sync",)
                         pairs += [(schedule, sample) for schedule in accepted]
             for schedule, sample in pairs:
@@ -156,9 +158,10 @@ def test_what_the_trainer_rejects_at_startup_is_not_planned():
     # parallel/tensor.py rejects any quantised base, parallel/sharding.py and rollouts/colocate.py one in 8 bit.
     assert held(job_7b(), base_bytes=(NF4_BYTES,)) == {"shards"} and held(job_7b(), base_bytes=(INT8_BYTES,)) == set()
     assert engines(job_7b()) == engines(job_7b(), NF4_BYTES) == {LOCAL, PIPELINED, COLOCATED}
-    assert engines(job_7b(), INT8_BYTES) == {LOCAL, PIPELINED}
-    reasons = rejected(job_7b(), [pool(1)], replace(FEW, base_bytes=(INT8_BYTES,)))
-    assert any("colocated engine is not tried" in line for line in reasons)
+    for size in (INT8_BYTES, FP32):
+        assert engines(job_7b(), size) == {LOCAL, PIPELINED}
+        reasons = rejected(job_7b(), [pool(1)], replace(FEW, base_bytes=(size,)))
+        assert any("colocated engine is not tried" in line for line in reasons)
     # ppo/setup.py rejects activations that are offloaded next to a divided or sharded base.
     layouts = list(train_layouts(job_7b(), pool(4), FEW))
     assert not any(entry.is_offloaded and max(entry.tensor, entry.shards, entry.stages) > 1 for entry in layouts)
@@ -237,6 +240,24 @@ def test_what_does_not_fit_says_by_how_much_and_on_what_it_would():
     cheaper = [d for d in load_catalog().devices.values() if d.usd_per_hour < price and not d.is_cpu]
     for other in cheaper:
         assert not search(one, [replace(found, device=other, count=1, per_node=1)], Space())
+
+
+def test_a_launcher_divides_the_processes_over_the_machines():
+    layouts = [o for o in train_layouts(job_7b(rollout_batch_size=60), pool(16), FEW) if o.count > 8]
+    # 60 prompts divide over 15 processes, and 15 do not over two machines; a group stays on its own.
+    assert layouts and all(o.count % 2 == 0 and o.count // 2 % o.tensor == 0 for o in layouts)
+
+
+def test_all_servers_run_on_one_machine_that_the_trainer_leaves():
+    one, pools = job_7b(reward=SMALL), [pool(20), pool(16, name="E")]
+    tried = list(plans(one, pools, Space(schedules=("sync",), engines=(LOCAL, SERVER), tokens=(8192,))))
+    same = [plan for plan in tried if list(plan.devices) == ["D"]]
+    assert len(same) < len(tried) and any(plan.train.serves_reward for plan in same)
+    assert max(plan.served_devices for plan in tried) == 8
+    assert all(plan in same or plan.sample.engine == SERVER and not plan.train.serves_reward for plan in tried
+               if plan.train.device.name == "D")  # fmt: skip
+    # Of three machines two are left to a trainer that shares none with the servers.
+    assert all(plan.count <= 8 or plan.train.count <= 16 for plan in same if plan.served_devices)
 
 
 def test_layouts_divide_rows_and_heads():

@@ -47,10 +47,9 @@ def test_a_decoded_token_reads_the_weights_once_by_hand():
     assert sum(parts.values()) == pytest.approx(read / 1e9)
     served = step_parts(job(), SampleLayout(own, SERVER, 1), rows=1, context=10)
     assert sum(served.values()) == pytest.approx(UNMERGED * read / 1e9)
-    # A server reads the checkpoint, whatever precision the trainer's base has.
-    assert step_parts(job(base_bytes=0.516), SampleLayout(own, SERVER, 1), rows=1, context=10) == served
-    full = step_parts(job(model=replace(job().model, itemsize=4.0)), SampleLayout(own, SERVER, 1), rows=1, context=10)
-    assert sum(full.values()) == pytest.approx(2 * sum(served.values()))
+    # A server reads the checkpoint, in 16 bits at most, whatever precision the trainer's base has.
+    for one in (job(base_bytes=0.516), job(model=replace(job().model, itemsize=4.0))):
+        assert step_parts(one, SampleLayout(own, SERVER, 1), rows=1, context=10) == served
 
 
 def test_many_rows_are_bound_by_products():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from onetrunk import cli
 from onetrunk.plan.hardware import load_catalog
 from onetrunk.plan.timing import COLOCATED, PIPELINED, SERVER
 from onetrunk.stages.plan import plan_of_run
+from onetrunk.stages.ppo import parse_ppo
 from tests.plan.support import device, job
 from tests.processes import python
 from tests.report.made_runs import write_lines
@@ -20,6 +22,7 @@ from tests.stages.recipes import ROOT
 pytestmark = pytest.mark.usefixtures("at_the_root")
 MODEL = ["--model", "Qwen/Qwen2.5-7B"]
 STAGED = ["--rollout_backend", "pipelined", "--pipeline_training", "true"]
+ON_SERVERS = [*MODEL, "--use_vllm", "true", "--vllm_server_base_url", "http://a:1"]
 IN_STAGES = ["--hardware", "4xH100", *MODEL, *STAGED]
 TINY = {
     "model_type": "llama", "vocab_size": 400, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -44,6 +47,22 @@ def small(tmp_path):
 
 def plan(*words: str) -> int:
     return cli.main(["plan", *map(str, words)])
+
+
+def adapter_on(base, **content):
+    """Return a folder next to `base` with nothing but the config of an adapter on it."""
+    adapter = base.parent / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), **content}))
+    return adapter
+
+
+def launched_settings(folder):
+    """Return the settings of PPO, and those of the model, that the launch line in a folder gives to the trainer."""
+    (line,) = [line for line in (folder / "launch.sh").read_text().splitlines() if line.startswith("exec ")]
+    words = shlex.split(line)
+    parts = parse_ppo(words[words.index("--config") :])
+    return tuple(next(part for part in parts if hasattr(part, name)) for name in ("schedule", "load_in_4bit"))
 
 
 def test_a_plan_of_a_recipe_names_memory_time_and_cost(capsys):
@@ -102,6 +121,31 @@ def test_settings_of_ppo_and_means_change_the_plan(capsys):
     assert seconds("--completion_tokens", "64")["generate"] < usual["generate"]
 
 
+def test_both_ways_to_ask_for_a_float32_base_give_one_plan(capsys):
+    def best(*words):
+        assert plan(*MODEL, "--hardware", "1xH100", "--engines", "local", "--json", *words, "float32") == 0
+        return json.loads(capsys.readouterr().out)["best"]
+
+    assert best("--dtype") == best("--dtypes")
+
+
+def test_settings_of_ppo_are_in_the_launch_files(tmp_path):
+    words = ["--config", "llama-3.1-8b/ppo", "--model", "meta-llama/Llama-3.1-8B", "--hardware", "16xH100-80GB"]
+    words += ["--rollout_batch_size", "60", "--load_in_4bit", "true", "--num_rollouts", "10", "--engines", "local"]
+    assert plan(*words, "--dry_run", "--write", tmp_path) == 0
+    ppo, model = launched_settings(tmp_path)
+    assert (ppo.rollout_batch_size, ppo.num_rollouts, model.load_in_4bit) == (60, 10, True)
+    assert "dry_run" not in (tmp_path / "launch.sh").read_text()
+
+
+@pytest.mark.parametrize("words", [["--vllm_server_base_url", "http://a:1"], ["--vllm_request_timeout", "9"]])
+def test_a_recipe_that_names_servers_is_planned_with_servers(words, tmp_path):
+    words = [*MODEL, "--hardware", "2xH100", "--config", "qwen2.5-0.5b/ppo", "--use_vllm", "true", *words]
+    assert plan(*words, "--schedules", "sync", "--write", tmp_path) == 0
+    ppo, _ = launched_settings(tmp_path)
+    assert ppo.use_vllm and ppo.vllm_server_base_url == ["http://localhost:8100"]
+
+
 def test_devices_that_are_left_over_are_named(capsys):
     # 64 prompts have no divisor with which trainers and servers are nine.
     assert plan(*MODEL, "--hardware", "9xH100", "--rollout_batch_size", 64) == 0
@@ -124,25 +168,31 @@ def test_a_name_of_models_yaml_a_config_and_a_folder_give_a_shape(small, capsys)
     assert plan("--model", small, "--hardware", "CPU", "--json") == 0
     weights = json.loads(capsys.readouterr().out)["weights"]
     assert weights == 400 * 64 + 2 * (64 * 64 * 4 + 3 * 64 * 128)
-    adapter = small.parent / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(small)}))
-    for model in (small / "config.json", adapter):
+    for model in (small / "config.json", adapter_on(small)):
         assert plan("--model", model, "--hardware", "CPU", "--json") == 0
         assert json.loads(capsys.readouterr().out)["weights"] == weights
 
 
 def test_a_continued_adapter_brings_its_rank_and_its_layers(small, tmp_path, capsys):
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    content = {"base_model_name_or_path": str(small), "r": 64, "layers_to_transform": [1]}
-    (adapter / "adapter_config.json").write_text(json.dumps(content))
     words = ["--hardware", "2xH100", "--engines", "server", "--write", tmp_path / "plan"]
-    assert plan("--model", adapter, *words) == 0
+    assert plan("--model", adapter_on(small, r=64, layers_to_transform=[1]), *words) == 0
     assert "LoRA rank 64 on the last 1 of 2 layers" in capsys.readouterr().out
     assert "--max_lora_rank 64 " in (tmp_path / "plan" / "servers.sh").read_text()
     assert plan("--model", small, *words) == 0
     assert "LoRA rank 16 on all layers" in capsys.readouterr().out
+
+
+def test_a_reward_adapter_on_the_base_is_a_branch_of_the_trunk(small, capsys):
+    def planned(*words):
+        assert plan("--model", small, "--hardware", "2xH100", "--engines", "local", "--json", *words) == 0
+        content = json.loads(capsys.readouterr().out)
+        return content["best"]["memory_parts_gib"]["update"], content["assumed"], content["best"]["devices"]
+
+    reward = adapter_on(small)
+    (alone, *rest), (branch, *same) = planned(), planned("--reward_funcs", reward)
+    assert rest == same and "reward" not in branch and branch["adapters"] == pytest.approx(2 * alone["adapters"])
+    # On another base the trainer rejects it; here it counts as a model of its own.
+    assert "reward" in planned("--reward_funcs", reward, "--model", "Qwen/Qwen2.5-0.5B")[0]
 
 
 def test_episodes_are_planned_without_tensor_parallelism_and_pipelines(capsys):
@@ -185,6 +235,12 @@ def test_prompts_are_assumed_to_leave_room_in_a_context(capsys):
         (MODEL, 2, ["--hardware is missing"]),
         (["--hardware", "H100", *MODEL, "--rollout_backend", "pipelined"], 2, ["two or more devices"]),
         (["--hardware", "H100", *MODEL, "--nodes", "0"], 2, ["--nodes: 0 is not above 0"]),
+        (["--hardware", "H100", *MODEL, "--nodes", "1.5"], 2, ["--nodes is 1.5; give a whole number"]),
+        (["--hardware", "H100", *MODEL, "--top", "2.5"], 2, ["--top is 2.5"]),
+        ([*ON_SERVERS, "--hardware", "2xH100", "--engines", "local"], 2, ["vllm_server_base_url", "--engines server"]),
+        ([*ON_SERVERS, "--hardware", "H100"], 2, ["vllm_server_base_url", "two or more devices"]),
+        (["--check", "recipes", "--hardware", "CPU", "--json", "--top", "3", "--beta", "0"], 2,
+         ["next to --check these have no effect", "--top --json --beta 0"]),
         (["--hardware", "H100", *MODEL, "--label_prompts", "9" * 400], 2, ["--label_prompts: 999"]),
         (["--hardware", "H100", *MODEL, "--objective", "speed"], 2, ["--objective"]),
         (["--check", "recipes", "--hardware", "CPU"], 1, ["recipes holds no run", "output_dir"]),
@@ -294,6 +350,14 @@ def run_dir(small, tmp_path):
     return tmp_path / "run"
 
 
+def test_a_run_whose_log_has_no_peak_is_compared_without_it(run_dir, capsys):
+    log = run_dir / "_report/log.jsonl"
+    log.write_text(log.read_text().replace('"memory/peak_gib": 1.0', '"memory/peak_gib": 0.0'))
+    assert plan("--check", run_dir, "--hardware", "CPU", "--prompt_tokens", 20) == 0
+    out = capsys.readouterr().out
+    assert "update" in out and "peak memory" not in out
+
+
 def test_a_run_is_compared_per_rollout_with_the_plan_of_its_own_settings(run_dir, capsys):
     assert plan("--check", run_dir, "--hardware", "CPU", "--prompt_tokens", 20) == 0
     out = capsys.readouterr().out
@@ -346,7 +410,7 @@ def test_the_files_of_a_cpu_plan_really_train(workplace):
     script = (folder / "launch.sh").read_text().replace("exec onetrunk", f"exec {sys.executable} -m onetrunk")
     script = script.replace("exec accelerate launch", f"exec {sys.executable} -m accelerate.commands.launch")
     assert "--pipeline_stages 2" in script and "--pipeline_training true" in script
-    script = script.replace(" --resume auto", f" {' '.join(short)} --output_dir {output} --eval_strategy no"
+    script = script.replace(" --resume auto", f" --output_dir {output} --eval_strategy no"
                             " --reward_funcs recipes/tiny/rewards.py:polite --resume auto")  # fmt: skip
     (folder / "launch.sh").write_text(script)
     done = subprocess.run(["bash", str(folder / "launch.sh")], capture_output=True, text=True, timeout=1500)

@@ -8,6 +8,6 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 for number in $(seq 0 0); do
     first=$((2 + number * 4))
     CUDA_VISIBLE_DEVICES=$(seq -s, "$first" $((first + 4 - 1))) \
-        onetrunk serve meta-llama/Llama-3.1-8B --host 127.0.0.1 --max_lora_rank 16 --max_loras 3 --max_model_len 1024 --tensor_parallel_size 4 --port $((8100 + number)) ${VLLM_PYTHON:+--python "$VLLM_PYTHON"} &
+        onetrunk serve meta-llama/Llama-3.1-8B --host 127.0.0.1 --dtype bfloat16 --max_lora_rank 16 --max_loras 3 --max_model_len 1024 --tensor_parallel_size 4 --port $((8100 + number)) ${VLLM_PYTHON:+--python "$VLLM_PYTHON"} &
 done
 wait

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -147,7 +148,7 @@ class Catalog:
 def load_catalog(user_file: str | None = None) -> Catalog:
     """Return the known devices, with those of a user's file added or changed."""
     content, devices = _content(FILE), {}
-    user = {} if user_file is None else _content(Path(user_file).expanduser())
+    user = {} if user_file is None else _content(Path(os.path.expanduser(user_file)))
     for path, values in ((FILE, content), (user_file, user)):
         for name, numbers in values.get("devices", {}).items():
             devices[name] = _device(name, numbers, devices.get(name), f"{path}: device {name}")

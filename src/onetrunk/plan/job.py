@@ -71,10 +71,10 @@ class ModelFacts:
 
 def read_model(name: str) -> ModelFacts:
     """Return the facts of a model: a folder, a config.json, a name in the Hub's cache, or one of models.yaml."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
-        if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
-            config = read_json(path / ADAPTER_CONFIG)
+        config = _adapter_config(path)
+        if config is not None:
             base, layers = config["base_model_name_or_path"], config.get("layers_to_transform") or 0
             first = layers if isinstance(layers, int) else min(layers)
             return replace(read_model(base), name=name, base=base, lora_rank=config.get("r"), first_layer=first)
@@ -96,6 +96,12 @@ def read_model(name: str) -> ModelFacts:
         f"no config.json of the model {name!r} is on this machine (working folder {Path.cwd()}), and nothing is"
         f" downloaded: {hint}give --model a folder with a config.json; `hf download NAME config.json` fetches it"
     )
+
+
+def _adapter_config(folder: Path) -> dict[str, Any] | None:
+    """Return the config of the adapter in a folder; None if there is none, or a whole model."""
+    is_adapter = (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
+    return read_json(folder / ADAPTER_CONFIG) if is_adapter else None
 
 
 def _in_cache(name: str) -> Path | None:
@@ -139,7 +145,7 @@ def shape_of_config(config: Mapping[str, Any], place: str) -> ModelShape:
     needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     wrong = [key for key in needed if not isinstance(values.get(key), int) or values[key] < 1]
     if wrong:
-        raise ValueError(f"{place} is no config of a language model: it lacks {', '.join(wrong)}, above 0")
+        raise ValueError(f"{place} is not a config of a language model: it has no {', '.join(wrong)} above 0")
     return ModelShape.from_config(SimpleNamespace(**values))
 
 
@@ -304,9 +310,11 @@ def job_of(
     lengths = _lengths(values, prompt_tokens, completion_tokens, spread, assumed)
     lengths, segments = _segments(values, lengths, assumed)
     base_bytes = _base_bytes(values, model)
-    is_half = values["bf16"] or values["fp16"] or (base_bytes <= 2.0 and not on_cpu)
+    bf16 = not on_cpu if values["bf16"] is None else values["bf16"]
+    is_half = bf16 or values["fp16"] or (base_bytes <= 2.0 and not on_cpu)
     rewards = reward_specs(values)
-    if reward is None and any(spec.kind.is_model for spec in rewards):
+    branches = trunk_rewards([spec.text for spec in rewards], model)
+    if reward is None and any(spec.kind.is_model and spec.text not in branches for spec in rewards):
         assumed.append("the reward takes no memory and no time on these devices; name a model with --reward_model")
     captures, plays = values["capture_trunk_states"], bool(values.get("tools") or values.get("environment"))
     first_layer = parse_adapter_layers(values["adapter_layers"], model.shape.num_layers)
@@ -318,7 +326,7 @@ def job_of(
         lengths=lengths,
         lora_rank=model.lora_rank or int(values["lora_r"]),
         adapted_layers=model.shape.num_layers - max(first_layer, model.first_layer),
-        frozen_copies=0 if model.base is None else 1,
+        frozen_copies=(model.base is not None) + len(branches),
         has_reference=values["beta"] > 0 or values["kl_target"] is not None,
         reward=None if reward is None else reward.shape,
         reward_bytes=4.0 if on_cpu else min(2.0, reward.itemsize if reward else 2.0),
@@ -331,7 +339,7 @@ def job_of(
         captures_states=not (is_half or plays) if captures is None else bool(captures),
         plays=plays,
         expands_segments=on_cpu or "expandable_segments:true" in allocator,
-        stage_obstacle=_stage_obstacle(values, rewards, plays),
+        stage_obstacle=_stage_obstacle(values, branches, plays),
         is_padding_free=bool(values["padding_free"]),
         uses_server=bool(values["use_vllm"]),
         save_every=int(values["save_steps"]) if values.get("save_strategy", "steps") == "steps" else 0,
@@ -346,15 +354,22 @@ def reward_specs(values: Mapping[str, Any]) -> list[Spec]:
     return [read_spec(str(text)) for text in ([written] if isinstance(written, str) else written)]
 
 
-def _stage_obstacle(values: Mapping[str, Any], rewards: list[Spec], plays: bool) -> str | None:
+def trunk_rewards(names: list[str], model: ModelFacts) -> list[str]:
+    """Return the rewards that are adapters on the policy's base, and so branches of its trunk."""
+    configs = {name: _adapter_config(Path(os.path.expanduser(name))) for name in names}
+    bases = {name: config["base_model_name_or_path"] for name, config in configs.items() if config is not None}
+    policy = Path(model.base or model.name).resolve()
+    return [name for name, base in bases.items() if Path(base).resolve() == policy]
+
+
+def _stage_obstacle(values: Mapping[str, Any], branches: list[str], plays: bool) -> str | None:
     """Return the setting with which training in pipeline stages would be rejected; a plan sets the others itself."""
     if plays:
         return "processes that sample the same rows together cannot play episodes with tools or an environment"
     for name, why, _ in stage_obstacles(values):
         if name != "activation_offloading":
             return f"{name} {values[name]} {why}"
-    adapters = [spec.text for spec in rewards if (Path(spec.text).expanduser() / ADAPTER_CONFIG).is_file()]
-    return f"the reward {adapters[0]} is an adapter on the policy's base" if adapters else None
+    return f"the reward {branches[0]} is an adapter on the policy's base" if branches else None
 
 
 def _lengths(

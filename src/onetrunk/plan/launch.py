@@ -31,6 +31,8 @@ MEETINGS = {
     "skypilot.yaml": ('"$SKYPILOT_NUM_NODES"', '"$host"', "29400"),
     "trainjob.yaml": ('"$PET_NNODES"', '"$PET_MASTER_ADDR"', '"$PET_MASTER_PORT"'),
 }
+# Rollouts between a sample's policy and the one that trains on it, as the trainer counts them.
+STALENESS = {"sync": 0, "one_step": 1, "async": ASYNC_STALENESS}
 # Written for GPUs only.
 SCHEDULERS = ("job.sbatch", "skypilot.yaml", "trainjob.yaml")
 # The first server listens here, the next one on the port after it.
@@ -51,6 +53,7 @@ class Launch:
         folder: that the files go to.
         is_overridden: the model is not the recipe's, so the command names it.
         reward: name of the reward model, which a plan may put on a server.
+        words: settings of PPO that the user adds to the recipe.
     """
 
     job: Job
@@ -61,6 +64,7 @@ class Launch:
     market: str = "on_demand"
     is_overridden: bool = False
     reward: str | None = None
+    words: tuple[str, ...] = ()
 
     @property
     def has_servers(self) -> bool:
@@ -117,9 +121,7 @@ def settings_of(launch: Launch) -> list[str]:
         words += ["--microbatch_tokens", str(train.tokens)]
     words += ["--activation_checkpointing", str(train.is_checkpointed).lower()]
     words += ["--activation_offloading", str(train.is_offloaded).lower()]
-    words += ["--schedule", plan.schedule]
-    if plan.schedule == "async":
-        words += ["--max_staleness", str(ASYNC_STALENESS)]
+    words += ["--schedule", plan.schedule, "--max_staleness", str(STALENESS[plan.schedule])]
     words += _sampler_settings(launch)
     if train.serves_reward:
         address = f"{launch.host}:{REWARD_PORT}/classify"
@@ -136,18 +138,19 @@ def _sampler_settings(launch: Launch) -> list[str]:
         share = sum(parts.values()) / (train.device.memory_gib * GIB)
         words = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_enable_sleep_mode", "true"]
         return [*words, "--vllm_gpu_memory_utilization", f"{math.ceil(100 * share) / 100:.2f}"]
+    # A recipe that samples by vLLM may have settings of another engine; these are the defaults.
+    words = ["--vllm_enable_sleep_mode", "false", "--vllm_gpu_memory_utilization", "0.3"] if job.uses_server else []
     if sample.engine == SERVER:
         urls = [f"{launch.host}:{PORT + number}" for number in range(sample.replicas)]
-        return ["--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_base_url", *urls]
-    words = []
+        return [*words, "--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_base_url", *urls]
+    words += ["--use_vllm", "false", "--vllm_mode", "server"] if job.uses_server else []
     if sample.engine == PIPELINED:
         words += ["--rollout_backend", "pipelined", "--pipeline_stages", str(sample.stages), "--pipeline_split"]
         words += [*map(str, split_of(sample, job.shape)), "--pipeline_batches", str(sample.stages)]
         words += ["--pipeline_training", "true"] if train.is_staged else []
     if sample.rows < job.rows // sample.replicas:
         words += ["--max_rollout_rows", str(sample.rows // sample.stages)]
-    # A recipe that samples on a server may have such settings.
-    return words + (["--use_vllm", "false"] if sample.engine == PIPELINED and job.uses_server else [])
+    return words
 
 
 def _quoted(word: str) -> str:
@@ -158,8 +161,9 @@ def _quoted(word: str) -> str:
 def trainer_command(launch: Launch, file: str) -> str:
     """Return the command with which a file starts the training, in one line."""
     # A restarted run would delete what it is to resume from.
-    rest = ["--config", launch.config, *settings_of(launch), "--overwrite_output_dir", "false", "--resume", "auto"]
-    words, processes = " ".join(map(_quoted, rest)), f"--num_processes {launch.plan.train.count} "
+    rest = ["--overwrite_output_dir", "false", "--resume", "auto"]
+    words = " ".join(map(_quoted, ["--config", launch.config, *launch.words, *settings_of(launch), *rest]))
+    processes = f"--num_processes {launch.plan.train.count} "
     if file == "launch.sh" and launch.plan.train.count == 1:
         return f"onetrunk ppo {words}"  # A scheduler has a launcher also for one process, which restarts it.
     if launch.machines > 1 or file in ("skypilot.yaml", "trainjob.yaml"):
@@ -175,9 +179,10 @@ def server_command(launch: Launch) -> str:
     """Return the command of one server."""
     job, sample = launch.job, launch.plan.sample
     rank = next((rank for rank in VLLM_RANKS if rank >= job.lora_rank), VLLM_RANKS[-1])
-    adapters = 2 + {"sync": 0, "one_step": 1, "async": ASYNC_STALENESS}[launch.plan.schedule]
+    adapters = 2 + STALENESS[launch.plan.schedule]
     host = "127.0.0.1" if launch.shares_machine else "0.0.0.0"
     words = ["onetrunk", "serve", job.model.base or job.model.name, "--host", host]
+    words += [] if sample.device.is_cpu else ["--dtype", "bfloat16"]
     words += ["--max_lora_rank", str(rank), "--max_loras", str(adapters), "--max_model_len", str(job.lengths.width)]
     words += ["--tensor_parallel_size", str(sample.tensor), "--port"]
     # In an environment of its own vLLM has an interpreter of its own.
@@ -200,12 +205,9 @@ def _values(launch: Launch) -> dict[str, Any]:
     cost = cost_of(launch.job, plan, launch.catalog)
     here = math.ceil(train.count / launch.machines) + (plan.served_devices if launch.shares_machine else 0)
     hours = min(24 * 7, math.ceil(1.2 * cost.high_hours))
-    offset, servers_here = train.count if launch.shares_machine else 0, 0
-    if sample.engine == SERVER:
-        servers_here = min(sample.replicas, max(1, (train.per_node - offset) // sample.tensor))
+    servers = sample.replicas if sample.engine == SERVER else 0
     return {
         "launch": launch, "plan": plan, "train": train, "folder": shlex.quote(launch.folder), "per_machine": here,
-        "machines_of_servers": math.ceil(plan.served_devices / train.per_node),
         # An engine that sleeps brings an allocator of its own.
         "expands": launch.job.expands_segments and not train.device.is_cpu and sample.engine != COLOCATED,
         "time": f"{hours // 24}-{hours % 24:02d}:00:00" if hours >= 24 else f"{hours:02d}:00:00",
@@ -213,8 +215,8 @@ def _values(launch: Launch) -> dict[str, Any]:
         "disk_gb": math.ceil(100 + 2 * sum(cost.storage_gb.values())),
         "accelerator": json.dumps(f"{SKYPILOT.get(train.device.name, train.device.name.partition('-')[0])}:{here}"),
         "port": PORT, "reward_port": REWARD_PORT, "host": "127.0.0.1" if launch.shares_machine else "0.0.0.0",
-        "offset": offset, "per_server": sample.tensor, "servers_here": servers_here,
-        "server_command": server_command(launch) if servers_here else "",
+        "offset": train.count if launch.shares_machine else 0, "per_server": sample.tensor, "servers": servers,
+        "server_command": server_command(launch) if servers else "",
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from onetrunk.plan.hardware import GIB, MARKETS, Catalog, Device, Pool
-from onetrunk.plan.job import INT8_BYTES, MARGIN, SCHEDULES, Job
+from onetrunk.plan.job import FP32, INT8_BYTES, MARGIN, SCHEDULES, Job
 from onetrunk.plan.memory import engine_parts, sample_memory, train_memory
 from onetrunk.plan.timing import (
     COLOCATED,
@@ -264,6 +264,8 @@ MOST_DECODING = 4096
 MOST_STAGES = 16
 # Counts of a device that are tried for the smallest hardware that fits.
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
+# Bytes of a weight that a colocated engine rejects: it quantises to 4 bits alone, and adapters need 16 bits.
+NOT_COLOCATED = (INT8_BYTES, FP32)
 
 
 @dataclass(frozen=True)
@@ -312,13 +314,16 @@ def train_layouts(job: Job, pool: Pool, space: Space) -> Iterator[TrainLayout]:
             for layout in _with_settings(base, job, space):
                 if _is_accepted(job, layout):
                     yield layout
-                    if may_serve and layout.count < pool.count:
+                    if may_serve and _has_room(pool, layout, 1):
                         yield replace(layout, serves_reward=True)
 
 
 def _is_accepted(job: Job, layout: TrainLayout) -> bool:
     """Return whether the trainer accepts a layout at startup, with its precision of the base and with episodes."""
     is_quantised = layout.base_bytes <= INT8_BYTES
+    machines = -(-layout.count // layout.per_node)
+    if layout.count % machines or layout.count // machines % layout.tensor:
+        return False
     if layout.is_offloaded and (layout.is_staged or layout.tensor > 1 or layout.shards > 1):
         return False
     if layout.is_staged:
@@ -326,6 +331,14 @@ def _is_accepted(job: Job, layout: TrainLayout) -> bool:
     if layout.tensor > 1:
         return not (is_quantised or job.plays)
     return layout.shards == 1 or layout.base_bytes != INT8_BYTES
+
+
+def _has_room(pool: Pool, train: TrainLayout, served: int) -> bool:
+    """Return whether a pool has this many devices for servers, all on one machine, next to a trainer."""
+    count = train.count + served
+    # Without room on the trainer's machine they have another one.
+    machines = -(-train.count // pool.per_node) + (count > pool.per_node)
+    return served <= pool.per_node and count <= pool.count and machines <= -(-pool.count // pool.per_node)
 
 
 def _divided_layouts(job: Job, pool: Pool, space: Space, data: int) -> Iterator[TrainLayout]:
@@ -373,9 +386,9 @@ def _with_settings(base: TrainLayout, job: Job, space: Space) -> Iterator[TrainL
 
 
 def server_layouts(job: Job, pool: Pool) -> Iterator[SampleLayout]:
-    """Yield every layout of servers on at most all devices of a pool."""
+    """Yield every layout of servers on at most all devices of a machine of a pool."""
     for tensor in _divisions(job, pool):
-        for replicas in range(1, min(job.rows, pool.count // tensor) + 1):
+        for replicas in range(1, min(job.rows, min(pool.count, pool.per_node) // tensor) + 1):
             yield from (SampleLayout(pool.device, SERVER, replicas, tensor, rows=rows) for rows in SERVED_ROWS)
 
 
@@ -392,8 +405,8 @@ def inner_layouts(job: Job, train: TrainLayout, space: Space) -> Iterator[Sample
             pipelines = train.count // stages
             own = SampleLayout(train.device, PIPELINED, pipelines, 1, stages, 1, space.split, train.per_node)
             yield from (replace(own, rows=cap * stages) for cap in caps)
-    # The colocated engine works with one process, and reads a whole base, which it does not quantise to 8 bits.
-    is_colocatable = train.count == 1 and train.base_bytes != INT8_BYTES and not train.device.is_cpu
+    # The colocated engine works with one process, and reads a whole base.
+    is_colocatable = train.count == 1 and train.base_bytes not in NOT_COLOCATED and not train.device.is_cpu
     if COLOCATED in space.engines and is_colocatable:
         yield from (SampleLayout(train.device, COLOCATED, 1, rows=cap) for cap in SERVED_ROWS)
 
@@ -432,7 +445,8 @@ def plans(job: Job, pools: Sequence[Pool], space: Space) -> Iterator[Plan]:
         # With tensor parallelism the trainer rejects other schedules.
         schedules = [name for name in space.schedules if name == "sync" or side.layout.tensor == 1]
         for other, sample, time in servers if not side.layout.is_staged else ():
-            if other != pool or side.count + sample.count <= pool.count:
+            serves = side.layout.serves_reward
+            if not serves if other != pool else _has_room(pool, side.layout, sample.count + serves):
                 yield from (combine(job, side, sample, time, schedule) for schedule in schedules)
 
 
@@ -539,8 +553,8 @@ def rejected(job: Job, pools: Sequence[Pool], space: Space) -> list[str]:
     obstacle = stage_obstacle(job, space)
     if obstacle is not None and space.offers_stages and max(pool.count for pool in pools) > 1:
         lines.append(f"training in pipeline stages is not tried: {obstacle}")
-    if COLOCATED in space.engines and all(size == INT8_BYTES for size in space.base_bytes or (job.base_bytes,)):
-        lines.append("a colocated engine is not tried: vLLM does not quantise a base to 8 bits")
+    if COLOCATED in space.engines and all(size in NOT_COLOCATED for size in space.base_bytes or (job.base_bytes,)):
+        lines.append("a colocated engine is not tried: vLLM needs 16 bits for adapters, and quantises to 4 bits alone")
     return lines
 
 

@@ -222,7 +222,10 @@ def _is_pipeline_inside(layout: TrainLayout | SampleLayout) -> bool:
 
 def engine_bytes(job: Job, layout: SampleLayout) -> float:
     """Return the bytes of a weight in a vLLM engine: a server loads the checkpoint, any other the trainer's base."""
-    return job.model.itemsize if layout.engine == SERVER else job.base_bytes
+    if layout.engine != SERVER:
+        return job.base_bytes
+    # On a GPU vLLM computes adapters in 16 bits only.
+    return job.model.itemsize if layout.device.is_cpu else min(HALF_BYTES, job.model.itemsize)
 
 
 def step_parts(job: Job, layout: SampleLayout, rows: float, context: float) -> dict[str, float]:

@@ -25,6 +25,7 @@ from onetrunk.costs import ModelShape, host_memory_bytes
 from onetrunk.models.build import build_trunk
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.ops.packing import make_pack
+from onetrunk.parallel.groups import pack_outputs
 from onetrunk.plan.hardware import GIB, Catalog, Device, Rates, devices_like
 from onetrunk.plan.job import Job, Lengths, ModelFacts
 from onetrunk.plan.timing import LOCAL, SampleLayout, TrainLayout, generate_time, score_time, update_time
@@ -207,7 +208,10 @@ def _model(shape: ModelShape, on_gpu: bool) -> TrunkModel:
     base = LlamaForCausalLM(config)
     base = base.to("cuda", torch.bfloat16) if on_gpu else base
     lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-    return build_trunk(base, lora)
+    trunk = build_trunk(base, lora)
+    if on_gpu:  # As accelerate does for a run, whose bf16 is on by default there.
+        trunk.forward = torch.autocast("cuda", torch.bfloat16)(trunk.forward)
+    return trunk
 
 
 def _observe(model: TrunkModel, job: Job) -> Iterator[Observation]:
@@ -227,7 +231,7 @@ def _observe(model: TrunkModel, job: Job) -> Iterator[Observation]:
 
     def score() -> None:
         with torch.no_grad():
-            model(pack=pack, roles=("policy", "value", "reference"))
+            list(pack_outputs(model, [pack], ("policy", "value", "reference"), temperature=1.0))
 
     yield Observation("score", job, _median_seconds(score))
     model.train()

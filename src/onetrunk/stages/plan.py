@@ -11,6 +11,7 @@ It answers in about a second: neither torch nor transformers is imported, except
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from onetrunk.plan.job import (
     job_of,
     read_model,
     reward_specs,
+    trunk_rewards,
 )
 from onetrunk.plan.launch import Launch, write_files
 from onetrunk.plan.search import (
@@ -63,8 +65,8 @@ from onetrunk.plan.timing import (
     reward_training_time,
     split_of,
 )
-from onetrunk.ppo.settings import PPOSettings
-from onetrunk.stages.options.reading import UsageError, plan_words, read, say
+from onetrunk.ppo.settings import SERVER_SETTINGS, PPOSettings
+from onetrunk.stages.options.reading import DRY_RUN, UsageError, plan_parser, plan_words, read, say
 from onetrunk.stages.options.table import load_options
 from onetrunk.utils.files import atomic_write_text, require_output_dir
 from onetrunk.utils.redaction import table_console
@@ -88,6 +90,10 @@ MARGIN_NOTE = (
 )
 # Columns of a text that goes to a file or a pipe.
 WIDTH = 160
+# Options that count something.
+COUNTS = ("nodes", "top", "label_prompts", "label_completions", "reward_pairs", "distill_rows")
+# Options that --check reads; the run has the other settings.
+OF_CHECK = ("check", "hardware", "hardware_file", "model", "reward_model", "prompt_tokens", "length_spread")
 
 
 @dataclass(frozen=True)
@@ -102,8 +108,10 @@ class Request:
 
 
 def parse_plan(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the own options, and the values of every setting of PPO; raises UsageError for a mistake in them."""
+    """Return the own options, with the words of PPO's, and the values of all of PPO's; UsageError for a mistake."""
     own, words = plan_words(argv)
+    _check_options(own, words)
+    own["words"] = tuple(word for word in words if word not in DRY_RUN)
     config = [] if own["config"] is None else ["--config", own["config"]]
     values = _defaults() | read("ppo", [*config, *words])
     settings = object.__new__(_Settings)
@@ -117,6 +125,17 @@ def parse_plan(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     decided = ("rollout_batch_size", "num_minibatches", "num_ppo_epochs", "pipeline_stages")
     values |= {name: getattr(settings, name) for name in decided}
     return own, values
+
+
+def _check_options(own: Mapping[str, Any], words: Sequence[str]) -> None:
+    """Raise UsageError for a count that is not whole, and for options without effect next to --check."""
+    for name in COUNTS:
+        if isinstance(own[name], float):
+            raise UsageError(f"--{name} is {own[name]:g}; give a whole number")
+    usual = vars(plan_parser().parse_args([]))
+    ignored = [f"--{name}" for name, value in own.items() if name not in OF_CHECK and value != usual[name]]
+    if own["check"] is not None and (ignored or words):
+        raise UsageError(f"next to --check these have no effect; leave them out: {' '.join([*ignored, *words])}")
 
 
 def _defaults() -> dict[str, Any]:
@@ -167,7 +186,7 @@ def _job_and_reward(
     if not name:
         raise UsageError("the recipe names no model; give --model")
     model = read_model(name)
-    reward, reward_name = _reward_of(own, values)
+    reward, reward_name = _reward_of(own, values, model)
     job = job_of(
         values,
         model,
@@ -186,6 +205,7 @@ def _stages_of(
     """Return the fields of Space that say where completions are sampled, and in which stages.
 
     A recipe with `rollout_backend: pipelined` samples so in every plan, and trains so if it has `pipeline_training`.
+    One with settings of vLLM servers samples on servers, because a command line cannot unset an address.
     """
     if values["rollout_backend"] != PIPELINED:
         if values["pipeline_training"]:
@@ -193,7 +213,13 @@ def _stages_of(
                 "the recipe trains in pipeline stages on rows of a server, which plan does not know; add"
                 " --rollout_backend pipelined, or --pipeline_training false"
             )
-        return {"engines": tuple(own["engines"])}
+        names = [name for name in SERVER_SETTINGS if values[name] != _defaults()[name]]
+        if names and (SERVER not in own["engines"] or sum(pool.count for pool in pools) == 1):
+            raise UsageError(
+                f"the recipe sets {', '.join(names)}, and servers need --engines server and two or more devices; add"
+                f" them, or leave {names[0]} out"
+            )
+        return {"engines": (SERVER,) if names else tuple(own["engines"])}
     if max(pool.count for pool in pools) == 1 or PIPELINED not in own["engines"]:
         raise UsageError(
             "the recipe's rollout_backend is 'pipelined', which needs --engines pipelined and two or more devices of a"
@@ -211,14 +237,18 @@ def _stages_of(
     }  # fmt: skip
 
 
-def _reward_of(own: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[ModelFacts | None, str | None]:
+def _reward_of(
+    own: Mapping[str, Any], values: Mapping[str, Any], model: ModelFacts
+) -> tuple[ModelFacts | None, str | None]:
     """Return the reward model, and its name if it may run on a server.
 
-    It is the one that is named, or the recipe's only model whose config is here. One of several rewards stays where it
-    is, because the launch files would have to repeat the others.
+    It is the one that is named, or the recipe's first model whose config is here, but for branches of the policy's
+    trunk. One of several rewards stays where it is, because the launch files would have to repeat the others.
     """
     specs, named = reward_specs(values), own["reward_model"]
-    for name in [spec.text for spec in specs if spec.kind.is_model] if named is None else [named]:
+    names = [spec.text for spec in specs if spec.kind.is_model] if named is None else [named]
+    branches = trunk_rewards(names, model)
+    for name in (name for name in names if name not in branches):
         try:
             return read_model(name), name if len(specs) <= 1 else None
         except ValueError:
@@ -243,7 +273,7 @@ def _plan(own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         is_overridden = own["model"] not in (None, values["model_name_or_path"])
         launch = Launch(
             job, best, request.catalog, own["config"] or "YOUR_RECIPE.yaml", str(folder), market, is_overridden,
-            request.reward,
+            request.reward, own["words"],
         )  # fmt: skip
         atomic_write_text(folder / "plan.json", numbers + "\n")
         for path in (*write_files(launch), folder / "plan.json"):
@@ -253,7 +283,7 @@ def _plan(own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         return
     show(*plan_parts(job, request.pools, ranking, cost, own), *around_lines(best, around, market))
     lost = rejected(job, request.pools, request.space)
-    show(*(["\nwhat does not fit at its best, or is not tried"] if lost else []), *lost)
+    show(*(["\nwhat does not fit even at its best, or is not tried"] if lost else []), *lost)
 
 
 def around_times(job: Job, plan: Plan, own: Mapping[str, Any]) -> dict[str, PhaseTime]:
@@ -301,7 +331,7 @@ def does_not_fit(request: Request, market: str) -> str:
 
 
 def _calibrate(own: Mapping[str, Any]) -> None:
-    path = Path(own["calibrate"]).expanduser()
+    path = Path(os.path.expanduser(own["calibrate"]))
     if path.is_dir():
         raise ValueError(f"--calibrate {path} is a folder; name the file that is written")
     say("measuring this machine; about a minute, with nothing else running")
@@ -336,7 +366,8 @@ def check_parts(run: Run, own: Mapping[str, Any]) -> list[RenderableType]:
     plan = plan_of_run(job, device, begin["num_processes"], values)
     lines = [(phase, "s", plan.phases[phase].seconds, sum(s) / rollouts) for phase, (_, s) in timed.items() if s]
     peak = max(value for phase, value in plan.peaks().items() if phase != "server")
-    lines.append(("peak memory", "GiB", peak / GIB, max(run.series("memory/peak_gib")[1])))
+    if measured := max(run.series("memory/peak_gib")[1], default=0):
+        lines.append(("peak memory", "GiB", peak / GIB, measured))
     rows = [(w, f"{a:.3f} {unit}", f"{b:.3f} {unit}", f"{a / b - 1:+.0%}") for w, unit, a, b in lines]
     note = "the device is not calibrated; onetrunk plan --calibrate machine.yaml measures this machine"
     return [

@@ -5,15 +5,15 @@
 set -euo pipefail
 
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-{% if servers_here %}
-for number in $(seq 0 {{ servers_here - 1 }}); do
+{% if servers %}
+for number in $(seq 0 {{ servers - 1 }}); do
     first=$(({{ offset }} + number * {{ per_server }}))
     CUDA_VISIBLE_DEVICES=$(seq -s, "$first" $((first + {{ per_server }} - 1))) \
         {{ server_command }} &
 done
 {% endif %}
 {% if train.serves_reward %}
-CUDA_VISIBLE_DEVICES={{ offset + servers_here * per_server }} "${VLLM_PYTHON:-python}" -m vllm.entrypoints.openai.api_server \
+CUDA_VISIBLE_DEVICES={{ offset + servers * per_server }} "${VLLM_PYTHON:-python}" -m vllm.entrypoints.openai.api_server \
     --model {{ launch.reward | string | quote }} --runner pooling --host {{ host }} --port {{ reward_port }} &
 {% endif %}
 wait
