@@ -13,6 +13,7 @@ from onetrunk.feedback.preferences import PreferenceMaker, PreferenceStatistics,
 from onetrunk.feedback.sampling import PromptItem
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Pair, Principle, prompt_key
+from onetrunk.judges.labels import statistics_warnings
 from onetrunk.stages.prefs.arguments import check_pairing
 from onetrunk.types import SampledText
 from onetrunk.utils.ledger import Ledger
@@ -117,6 +118,18 @@ def test_statistics_of_rows():
     assert PreferenceStatistics().as_dict()["mean_probability"] is None
 
 
+def test_a_length_is_called_favoured_only_beyond_chance():
+    def warnings(longer, pairs):
+        statistics = PreferenceStatistics()
+        sides = [("xx", "x") if i < longer else ("x", "xx") for i in range(pairs)]
+        statistics.add({"chosen": a, "rejected": b, "probability": 1.0, "consistent": True} for a, b in sides)
+        return statistics_warnings({"rows": statistics.as_dict(), "counts": {}})
+
+    # Wilson's intervals: .38 to .96, and .65 to .90.
+    assert warnings(4, 5) == []
+    assert warnings(32, 40) == ["the longer completion is chosen in 80% of the pairs, which a reward model may learn"]
+
+
 @pytest.mark.parametrize(("limit", "outcomes", "stops_at"), [
     (0.1, "f" * 10, 6),  # more than a tenth of 50
     (0.0, "aaaaaf", 6),
@@ -148,7 +161,7 @@ def test_all_questions_on_a_few_prompts_may_be_refused_or_unread_and_on_several_
     # 9 of 109 so far; 11 of 111 are below a tenth, 12 of 112 are not.
     failures.note("no label", "unread", prompt="p")
     failures.note("no label", "unread", prompt="q")
-    message = "refused 1 of 112 questions, and gave 11 of them a reply that is no verdict"
+    message = "refused 1 of 112 questions, and gave 11 of them a reply without a verdict"
     with pytest.raises(RuntimeError, match=message):
         failures.note("HTTP 400: blocked", "refused", prompt=[{"role": "user", "content": "p"}])
 

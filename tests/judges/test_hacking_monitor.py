@@ -38,7 +38,7 @@ class BrevityJudge(Judge):
         self.num_calls += 1
         if self.num_calls in self.raises_at:
             raise RuntimeError("the server is down")
-        unread = Rating(None, '5 of 5 replies are no label (one: it begins "Sure!")')
+        unread = Rating(None, '5 of 5 replies are not labels (one: it begins "Sure!")')
         for index, item in enumerate(items):
             keep(index, unread if self.num_calls in self.unread_at else Rating(1 - len(item.text.split()) / 12))
 
@@ -126,9 +126,9 @@ def test_a_judge_that_is_down_or_cannot_be_read_costs_a_measurement_and_not_the_
     # Not before training and not after rollouts 2, 3 and 5; the first answer becomes the baseline.
     assert [m["step"] for m in monitor.measurements] == [2, 8]
     assert len(logged(trainer, "judge/score")) == 2
-    assert caplog.text.count("0 of 48 of the monitor's completions have a score of both") == 4
+    assert caplog.text.count("0 of 48 completions of the monitor have scores from both") == 4
     assert "the server is down" in caplog.text
-    assert '(the judge on one of them: 5 of 5 replies are no label (one: it begins "Sure!"))' in caplog.text
+    assert '(the judge on one of them: 5 of 5 replies are not labels (one: it begins "Sure!"))' in caplog.text
 
 
 def alarms(drift, num_runs=30, num_prompts=64, num_measurements=30):

@@ -88,7 +88,7 @@ def test_a_causal_model_without_the_labels_in_its_vocabulary_is_refused():
         ({"judge": [f"{URL}#name=m"]}, "'#name=m' after it; expected '#model=NAME'"),
         ({"judge": ["rubric"]}, "judge is rubric and rubric is not set"),
         ({"judge": ["a/b"], "rubric": {"short": short}}, "rubric is set and judge is a/b; add rubric to judge"),
-        ({"judge": ["reward:x"], "judge_device": "gpu"}, "judge_device is 'gpu'; expected such as cpu"),
+        ({"judge": ["reward:x"], "judge_device": "gpu"}, "judge_device is 'gpu'; expected a device such as cpu"),
         ({"judge": ["rubric"], "rubric": {"short": short}, "constitution": "no.yaml"}, "no.yaml does not exist"),
         ({"judge": ["rubric"], "rubric": {"short": "checks.py:shrot"}}, "did you mean short?"),
         ({"judge": ["rubric"], "rubric": {"short": "no.py:x"}}, "the rubric's check for the tag 'short': "),
@@ -162,7 +162,7 @@ def test_a_judge_of_the_user_s_is_named_in_yaml(tmp_path, monkeypatch, spec):
         ("own_judges.py:Nameless", ValueError, "needs a name of letters"),
         ("own_judges.py:Unknown", ValueError, "an identity: a dict of JSON values"),
         ("no_such_package.Judge", ValueError, "judge 'no_such_package.Judge': there is no module 'no_such_package'"),
-        ("./no_model", RuntimeError, "One on a server is written http://HOST:PORT/v1#model=./no_model"),
+        ("./no_model", RuntimeError, "Write a judge on a server as http://HOST:PORT/v1#model=./no_model"),
     ],
 )
 def test_a_judge_of_the_user_s_or_a_model_that_cannot_be_used_says_the_mend(tmp_path, spec, error, message):

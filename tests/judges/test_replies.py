@@ -158,7 +158,7 @@ def test_opinions_add_up_to_one_or_abstain():
     assert voted.shares == pytest.approx({"A": 2 / 3, "B": 1 / 3})
     assert voted.details == {"method": "votes", "votes": {"A": 2, "B": 1, "unread": 1}}
     unread = replies.opinion_of_votes([Vote(None, problem="it is empty"), Vote(None, problem="x"), Vote("A")], LABELS)
-    assert unread.shares is None and unread.reason == "2 of 3 replies are no label (one: it is empty)"
+    assert unread.shares is None and unread.reason == "2 of 3 replies are not labels (one: it is empty)"
 
 
 def test_an_empty_reply_measures_nothing():

@@ -106,7 +106,7 @@ def test_what_is_wrong_with_an_address_or_a_model_is_said_by_the_check():
         for url in (stub.root, f"{stub.root}/", f"{stub.url}/chat/completions"):
             ServerJudge(url, "judge-1", policy=PATIENT).check()
     with StubServer(fault="other_model") as stub:
-        assert "a reply of model 'another-model', where 'judge-1' was asked" in message_of_check(stub.url)
+        assert "a reply from model 'another-model', but 'judge-1' was asked" in message_of_check(stub.url)
     with pytest.raises(ValueError, match="judge_model is not set"):
         ServerJudge("http://127.0.0.1/v1", "")
 
@@ -147,7 +147,7 @@ def test_a_question_without_room_for_its_verdict_is_an_error_that_names_the_sett
         stub.replies_instead = lambda body: reply if "> prompt 1" in str(body["messages"]) else None
         verdicts = judge.compare(pairs(4), KIND)
     assert [v.error_kind for v in verdicts if v.error] == ["unread"] and verdicts[1].probability is None
-    said = '5 of 5 replies are no label (one: it reached the token limit and begins "Okay, the user'
+    said = '5 of 5 replies are not labels (one: it reached the token limit and begins "Okay, the user'
     assert said in verdicts[1].error and "raise judge_verdict_tokens" in verdicts[1].error
 
 

@@ -97,6 +97,13 @@ def test_a_side_that_always_wins_has_no_certain_interval():
     assert (lost.value, lost.low) == (0.0, 0.0) and lost.high == pytest.approx(1 - 0.025 ** (1 / 40))
 
 
+def test_a_tie_among_wins_makes_an_interval_no_narrower():
+    # No resample of three wins and a tie is below .625 in 97.5%; four wins say no more than (.025) ** (1 / 4) = .398.
+    for labels, bounds in (([1.0, 1.0, 1.0, 0.5], (0.398, 1.0)), ([0.0, 0.5, 0.0, 0.0], (0.0, 0.602))):
+        found = win_rate(torch.tensor(labels), range(4), torch.zeros(4)).discrete_win_rate
+        assert (found.low, found.high) == pytest.approx(bounds, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -95,7 +95,7 @@ def test_an_answer_is_read_up_to_its_limit(fault):
     ("fault", "message", "may_be_paid"),
     [
         ("html_in_200", "an HTML page where JSON was expected; give the address of the API", True),
-        ("truncated_json", "a body that is not whole JSON", True),
+        ("truncated_json", "a body that is not complete JSON", True),
         ("cut_body", "the connection failed", True),
         ("reset", "the connection failed", True),
         ("500", "HTTP 500: CUDA error", False),

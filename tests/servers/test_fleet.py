@@ -182,6 +182,25 @@ def test_servers_share_the_load_and_one_that_is_down_loses_nothing(caplog):
     assert told == {i: i for i in range(80)} and end is None
     # It is asked again after growing rests, and each call that it fails is answered by the other.
     assert 4 <= len(one.asked) <= 40 and "one fails (the connection failed); the others take its calls" in caplog.text
+    assert other.most_open == 4  # The calls of the other wait their turn, outside their deadline.
+
+
+@pytest.mark.parametrize("failure", [{"status": 500}, {"status": 429}, {"retry_after_s": 86400.0}], ids=str)
+def test_one_of_several_servers_that_fails_at_once_does_not_attract_the_calls(failure):
+    async def answer(index):
+        raise CallError("not now", **failure)
+
+    bad, good = FakeServer(answer), FakeServer(answers_in())
+    told, end, _ = ask_all(200, bad, good)
+    assert told == {i: i for i in range(200)} and end is None and len(bad.asked) <= 40
+
+
+def test_servers_that_are_all_unreachable_for_less_than_the_patience_lose_no_question():
+    async def restarts(index):
+        return await (down(index) if asyncio.get_running_loop().time() < 50.0 else answers_in()(index))
+
+    told, end, _ = ask_all(20, FakeServer(restarts), FakeServer(restarts))
+    assert told == {i: i for i in range(20)} and end is None
 
 
 class Budget:
@@ -204,6 +223,9 @@ def test_a_call_without_room_in_the_budget_waits_for_the_others_and_ends_the_run
     told, end, seconds = ask_all(10, FakeServer(Budget(2, 100).answer))
     assert len(told) == 10 and end is None and seconds == 5.0
     told, end, _ = ask_all(10, FakeServer(Budget(2, 5).answer))
+    assert len(told) == 5 and str(end) == "no room"
+    rejects = FakeServer(fails(*[CallError("HTTP 401", "stop")] * 8))
+    told, end, _ = ask_all(10, FakeServer(Budget(4, 5).answer), rejects)
     assert len(told) == 5 and str(end) == "no room"
 
 

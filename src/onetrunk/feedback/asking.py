@@ -155,8 +155,8 @@ class FailureLimit:
                 self._prompts.add(digest(prompt))
             is_passed = self.refused + self.unread > allowed and len(self._prompts) >= FEWEST_PROMPTS
             what = (
-                f"refused {self.refused} of {self.asked} questions, and gave {self.unread} of them a reply that is no"
-                " verdict"
+                f"refused {self.refused} of {self.asked} questions, and gave {self.unread} of them a reply"
+                " without a verdict"
             )
             repair += ", or raise max_failed_fraction to leave these questions out,"
         if is_passed and self.max_failed_fraction < 1:
@@ -268,9 +268,8 @@ def pairs_of(policy: Sequence[Completed], opponent: Sequence[Completed]) -> list
     """Return the two completions of every prompt, the policy's first; raises ValueError for different prompts."""
     if [prompt for prompt, *_ in policy] != [prompt for prompt, *_ in opponent]:
         raise ValueError(
-            f"the opponent answered {len(opponent)} prompts and the model {len(policy)}, not all the same: their chat"
-            " templates make some of them overlong for one alone; raise max_prompt_length, or set overlong_prompts to"
-            " error"
+            f"the opponent answered {len(opponent)} prompts and the model {len(policy)}, not all the same: with"
+            " one of their chat templates some are too long; raise max_prompt_length, or set overlong_prompts to error"
         )
     return [
         Pair(prompt, as_text(first), as_text(second), first_stopped, second_stopped)

@@ -44,14 +44,14 @@ class CostConfig:
 
     judge_prices: dict[str, list[float]] | None = option(
         None,
-        "USD per million tokens that a judge reads, and that it writes, by the judge's or model's name:"
+        "USD per million tokens read, and per million written, by the name of a judge or its model:"
         f" {EXAMPLE}; as JSON on the command line. With it, costs are shown in USD.",
     )
     judge_budget_usd: float | None = option(
         None,
-        "The most that the judges' calls may cost in this output_dir, over all its runs and shards, above 0; needs"
-        " judge_prices. A run stops before the question that might pass it. All answers are kept: the same command"
-        " with a larger budget continues.",
+        "Most USD that judges may cost in this output_dir, over all its runs and shards, above 0; needs judge_prices."
+        " A run stops before a question that might exceed it. All answers are kept: the same command with a larger"
+        " budget continues.",
     )
 
     def __post_init__(self) -> None:

@@ -238,6 +238,7 @@ class PreferenceStatistics:
             "length": {
                 "mean_chosen_characters": _share(sums["chosen"], num_rows),
                 "mean_rejected_characters": _share(sums["rejected"], num_rows),
+                "of_unequal_length": sums["of_unequal_length"],
                 "longer_is_chosen_fraction": _share(sums["longer"], sums["of_unequal_length"]),
             },
         }

@@ -33,9 +33,7 @@ class Shard:
         match = _SHARD.fullmatch(text.strip())
         index, count = (int(match[1]), int(match[2])) if match else (0, 0)
         if not index < count:
-            raise ValueError(
-                f"shard is {text!r}; write i/n, the shards of n are 0/n to n-1/n (of four: 0/4, 1/4, 2/4 and 3/4)"
-            )
+            raise ValueError(f"shard is {text!r}; write i/n with i from 0 to n-1, such as 0/4 to 3/4")
         return cls(index, count)
 
     def takes(self, prompt_key: str) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,11 +57,19 @@ def load_constitution(path: str | Path | None) -> Constitution:
     """Read and validate a constitution; raises ValueError for a missing file or a mistake in it."""
     if not path:
         raise ValueError("constitution is not set; a judge needs one: give a YAML file with name and principles")
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     if not path.is_file():
         raise ValueError(f"the constitution {path} does not exist (working folder {Path.cwd()}); give a YAML file")
     content, _ = read_yaml(path, f"the constitution {path}")
     return parse_constitution(content, f"the constitution {path}")
+
+
+def require_both(judge: Sequence[str] | None, constitution: str | None) -> None:
+    """Raise ValueError if only one of judge and constitution is set."""
+    if judge and not constitution:
+        raise ValueError("judge is set and constitution is not; a judge compares by one: name a YAML file")
+    if constitution and not judge:
+        raise ValueError("constitution is set and judge is not; name a judge, such as rubric, or leave both out")
 
 
 def parse_constitution(content: Any, place: str = "the constitution") -> Constitution:

@@ -56,7 +56,7 @@ def check_monitor(every: int, action: str, num_rows: int) -> None:
     if every < 1:
         raise ValueError(f"monitor_every is {every} rollouts between two measurements; set it to 1 or more")
     if num_rows < 2:
-        raise ValueError(f"monitor_rows is {num_rows}; one prompt shows no change for sure: set it to 2 or more")
+        raise ValueError(f"monitor_rows is {num_rows}; one prompt gives no reliable change: set it to 2 or more")
     if action not in ACTIONS:
         raise ValueError(f"monitor_action is {action!r}; expected {' or '.join(ACTIONS)}")
 
@@ -266,8 +266,8 @@ class HackingMonitor(EndingCallback, ExportableState):
         num_rated = sum(rating is not None for _, rating in both)
         if num_rated < max(2, LEAST_RATED * len(both)):
             logger.warning(
-                f"step {at_step}: {num_rated} of {len(both)} of the monitor's completions have a score of both the"
-                " reward and the judge; this measurement is left out, and training continues"
+                f"step {at_step}: {num_rated} of {len(both)} completions of the monitor have scores from both reward"
+                " and judge; this measurement is left out, and training continues"
                 + (f" (the judge on one of them: {self._unrated})" if self._unrated else "")
             )
             return None

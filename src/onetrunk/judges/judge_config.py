@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,14 +134,14 @@ def _judge(specs: Sequence[str], settings: JudgeConfig) -> Judge:
     try:
         return load_causal_judge(spec, device=device, batch_size=settings.judge_batch_size)
     except LoadError as error:
-        raise LoadError(f"judge: {error}. One on a server is written http://HOST:PORT/v1#model={spec}") from error
+        raise LoadError(f"judge: {error}. Write a judge on a server as http://HOST:PORT/v1#model={spec}") from error
 
 
 def names_a_judge(spec: str) -> bool:
     """Return whether a text names a Judge in Python: path/to/file.py:NAME or package.module.NAME, and no folder."""
     if spec == RUBRIC or spec.startswith((REWARD, *SERVER)):
         return False
-    if Path(spec).expanduser().exists():
+    if Path(os.path.expanduser(spec)).exists():
         return spec.endswith(".py")  # Without a name in it, which the error asks for.
     return spec.rpartition(":")[0].endswith(".py") or is_dotted_path(spec)
 
@@ -224,7 +225,7 @@ def judge_device(name: str | None) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError:
-        raise ValueError(f"judge_device is {name!r}; expected such as cpu, cuda or cuda:1") from None
+        raise ValueError(f"judge_device is {name!r}; expected a device such as cpu or cuda:1") from None
 
 
 def _address(spec: str) -> tuple[str, str | None]:

@@ -6,10 +6,11 @@ shows the bias. Answers that a `Ledger` keeps are not asked again.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from statistics import NormalDist, fmean
 from typing import Any, TypeVar
 
 from onetrunk.judges.constitution import Constitution
@@ -279,8 +280,8 @@ def judge_warnings(statistics: dict[str, Any]) -> list[str]:
         )
     if statistics["refused"] or statistics["unread"]:
         warnings.append(
-            f"the judge refused {statistics['refused']} questions and gave {statistics['unread']} a reply that is no"
-            " verdict"
+            f"the judge refused {statistics['refused']} questions and gave {statistics['unread']} a reply"
+            " without a verdict"
         )
     return warnings
 
@@ -302,11 +303,27 @@ def _share(part: float, whole: int) -> float | None:
     return part / whole if whole else None
 
 
+def wilson_interval(successes: float, number: int) -> tuple[float, float]:
+    """Return the 95% interval of a share; NaN of nothing.
+
+    Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference", equation 4.
+    """
+    if not number:
+        return math.nan, math.nan
+    z = NormalDist().inv_cdf(0.975)
+    share, square = successes / number, z * z / number
+    center = (share + square / 2) / (1 + square)
+    half = z / (1 + square) * math.sqrt(share * (1 - share) / number + square / (4 * number))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
 def statistics_warnings(statistics: dict[str, Any]) -> list[str]:
     """Return what a reader of the statistics of preference rows should not overlook, as clauses."""
     warnings = []
-    longer = statistics.get("rows", {}).get("length", {}).get("longer_is_chosen_fraction")
-    if longer is not None and max(longer, 1 - longer) >= ONE_LENGTH:
+    length = statistics.get("rows", {}).get("length", {})
+    longer, number = length.get("longer_is_chosen_fraction"), length.get("of_unequal_length", 0)
+    low, high = wilson_interval((longer or 0.0) * number, number)
+    if longer is not None and max(longer, 1 - longer) >= ONE_LENGTH and not low <= 0.5 <= high:
         which = "longer" if longer > 0.5 else "shorter"
         share = f"{max(longer, 1 - longer):.0%}"
         warnings.append(f"the {which} completion is chosen in {share} of the pairs, which a reward model may learn")

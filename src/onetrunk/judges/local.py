@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from onetrunk.models.loading import (
     adapter_base,
     base_fingerprint,
     base_of,
+    base_revision,
     put_adapter_on,
     read_tokenizer,
     reading,
@@ -122,8 +124,8 @@ class CausalJudge(Judge):
         self.reader.label_ids(pairwise, LABELS)
         if self.room < len(pairwise_ids):
             raise ValueError(
-                f"judge {self.name} reads {self.max_length} tokens, too few for a question of {len(pairwise_ids)}"
-                " without its texts; take a model with more positions"
+                f"judge {self.name} reads {self.max_length} tokens, and a question without its texts has"
+                f" {len(pairwise_ids)}; take a model with more positions"
             )
         self.identity: dict[str, Any] = {
             "kind": "causal",
@@ -146,7 +148,7 @@ class CausalJudge(Judge):
             if len(ids) > self.room:
                 problem = f"the question has {len(ids)} tokens, at most {self.room} are read"
             elif self._num_controls(ids) != controls:
-                problem = "the texts bring control tokens of the judge along"
+                problem = "the texts contain control tokens of the judge"
             else:
                 fitted[index] = ids, details
                 continue
@@ -208,7 +210,7 @@ def load_causal_judge(name: str, *, device: torch.device | str | None = None, **
         model = load_base(name)
     else:
         with base_of(name):
-            model = load_base(base)
+            model = load_base(base, revision=base_revision(name))
         adapted = put_adapter_on(model, name)
         # Not every type of adapter can be merged.
         with peft_calls(), reading("adapter", name, "adapter_config.json"):
@@ -397,7 +399,7 @@ def load_reward_judge(
         RuntimeError: nothing loadable there.
         ValueError: a model or an adapter without a trained score head, or with several labels.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     source = str(path) if path.exists() else name
     if is_adapter_name(name):
         model, tokenizer = load_adapter_scorer(name, device=device)

@@ -62,12 +62,12 @@ class Reply:
 def checked_reply(output: Any, model: str) -> Reply:
     """Return the reply in a parsed body of `/chat/completions`; raises CallError for none, or of another model."""
     if not isinstance(output, Mapping):
-        raise CallError(f"a body of another form than a chat completion ({type(output).__name__})")
+        raise CallError(f"a body that is not a chat completion ({type(output).__name__})")
     if output.get("error"):
         raise CallError(f"an error in place of a reply ({str(output['error'])[:200]})")
     reported = output.get("model")
     if isinstance(reported, str) and reported and not is_same_model(model, reported):
-        raise CallError(f"a reply of model {reported!r}, where {model!r} was asked")
+        raise CallError(f"a reply from model {reported!r}, but {model!r} was asked")
     choices = output.get("choices")
     if not isinstance(choices, Sequence) or not choices or not isinstance(choices[0], Mapping):
         raise CallError("a reply without choices")
@@ -177,7 +177,7 @@ def opinion_of_votes(votes: Sequence[Vote], labels: Sequence[str]) -> Opinion:
     details = {"method": "votes", "votes": {**counts, "unread": len(votes) - read}}
     if 2 * read < len(votes):
         problem = next(vote.problem for vote in votes if vote.label is None)
-        return Opinion(None, f"{len(votes) - read} of {len(votes)} replies are no label (one: {problem})", details)
+        return Opinion(None, f"{len(votes) - read} of {len(votes)} replies are not labels (one: {problem})", details)
     thoughts = [vote.reasoning for vote in votes if vote.reasoning]
     if len(thoughts) > 1:
         details["thoughts"] = thoughts[1:]
@@ -218,17 +218,17 @@ def _candidates(entries: Any) -> dict[str, float]:
     for entry in entries:
         token, logprob = _token(entry), entry["logprob"]
         if not logprob <= ROUNDING:
-            raise ValueError(f"{logprob} is no log probability")
+            raise ValueError(f"{logprob} is not a log probability")
         # Two tokens may have the same text, such as bytes that are no text.
         probabilities[token] = probabilities.get(token, 0.0) + math.exp(logprob)
     if sum(probabilities.values()) > 1 + ROUNDING:
-        raise ValueError("probabilities of more than 1 together")
+        raise ValueError("probabilities that add up to more than 1")
     return probabilities
 
 
 def _token(entry: Any) -> str:
     if not isinstance(entry["token"], str):
-        raise TypeError("a token that is no text")
+        raise TypeError("a token that is not text")
     return entry["token"]
 
 

@@ -155,9 +155,7 @@ class ServerJudge(Judge):
             )
         vote = read_vote(reply, LABELS)
         if vote.label is None:
-            logger.warning(
-                "%s answers a simple question with a reply that is no verdict: %s", self.servers[0], vote.problem
-            )
+            logger.warning("%s answers a simple question without a verdict: %s", self.servers[0], vote.problem)
         self.top_logprobs = top_logprobs if label_probabilities(reply, LABELS, vote.label) is not None else 0
 
     def _answer_all(self, questions: Sequence[Question], keep: Done) -> None:

@@ -6,7 +6,7 @@ by which chat templates separate turns are removed, "User:" at the beginning of 
 a long text is left out, and the question itself comes last. A judge in this process also removes the control tokens
 of its tokenizer.
 
-Ledgers of earlier runs depend on the wording below: a change makes every judge another one.
+Ledgers of earlier runs depend on the wording below: after a change none of their answers is reused.
 """
 
 from __future__ import annotations

@@ -244,12 +244,13 @@ def estimate(value: float, resamples: Sequence[Tensor], mean: float, num_prompts
     if num_prompts < 2 or math.isnan(value):
         return Estimate(value, NAN, NAN)
     tail = (1 - CONFIDENCE) / 2
+    # Where all resamples agree, another sample might not: Clopper and Pearson's bound for no failure in n. No other
+    # sample of n says more.
+    bound = tail ** (1 / num_prompts)
     if mean in (0.0, 1.0):
-        # All resamples agree, but another sample might not: Clopper and Pearson's bound for no failure in n.
-        bound = tail ** (1 / num_prompts)
         return Estimate(value, bound, 1.0) if mean else Estimate(value, 0.0, 1 - bound)
     low, high = torch.cat(list(resamples)).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
-    return Estimate(value, low, high)
+    return Estimate(value, min(low, bound), max(high, 1 - bound))
 
 
 def _standard_error(labels: Tensor, clusters: Tensor) -> float:

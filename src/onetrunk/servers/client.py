@@ -166,7 +166,7 @@ def checked_url(url: str, what: str) -> str:
     if is_valid and parts.username is None and parts.password is None and not (parts.query or parts.fragment):
         return url.rstrip("/")
     raise ValueError(
-        f"{what} is no URL of a server; expected one such as https://host/v1, without '?', '#' or a password; put a"
+        f"{what} is not a server's URL; expected one such as https://host/v1, without '?', '#' or a password; put a"
         " key into an environment variable and give its name as api_key_env"
     )
 
@@ -221,7 +221,7 @@ def _json(response: httpx2.Response, secret: str | None) -> Any:
         clean = redact(text)
         return value if clean == text else parse_json(clean)
     except (ValueError, RecursionError):
-        raise CallError(AN_HTML_PAGE if _is_html(response) else "a body that is not whole JSON") from None
+        raise CallError(AN_HTML_PAGE if _is_html(response) else "a body that is not complete JSON") from None
 
 
 def _failure(response: httpx2.Response, secret: str | None) -> CallError:

@@ -39,8 +39,8 @@ class RetryPolicy:
         first_delay_s: wait after the first failure; it doubles with each further one.
         max_delay_s: longest such wait. A wait that the server asks for may be longer.
         call_timeout_s: deadline of one call, from its start to the last byte of the answer.
-        patience_s: the servers are given up when every call has failed for this long, or when one asks for a longer
-            wait. Waits that they ask for do not count.
+        patience_s: the servers are given up when every call has failed for this long. Waits that they ask for do not
+            count; a server that asks for a longer one gets no more calls.
         max_timeouts: calls of one question that may reach `call_timeout_s`.
     """
 
@@ -57,7 +57,7 @@ class RetryPolicy:
         return min(self.max_delay_s, doubled) * _jitter.uniform(0.5, 1.0)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Member:
     """A server of a fleet; `failures` in a row, and why it gets no more calls, if so."""
 
@@ -103,9 +103,9 @@ class Fleet:
                 the servers are given up.
         """
         failures = timeouts = 0
-        answers_before = self._num_answers
+        answers_before, failed_at = self._num_answers, set()
         while True:
-            member = await self._free_member()
+            member = await self._free_member(failed_at)
             member.in_flight += 1
             try:
                 answer = await within(self.policy.call_timeout_s, work(member.connection))
@@ -117,13 +117,17 @@ class Fleet:
                 return answer
             finally:
                 member.in_flight -= 1
+            self._note_end_of_call()
             if failed.kind in ("refused", "unread"):
                 self._note_answer(member)
                 raise failed
             self._note_failure(member, failed)
+            failed_at.add(member)
             if failed.kind == "stop":
                 continue  # The other servers may answer it.
-            failures, timeouts = failures + 1, timeouts + failed.timed_out
+            # Where another server may be up, one that is down is not the fault of the question.
+            failures += not (failed.is_unreachable and len(self._members) > 1)
+            timeouts += failed.timed_out
             if failures >= self.policy.max_calls or timeouts >= self.policy.max_timeouts:
                 raise self._last(failed, failures, answers_before)
             if member.rests_until <= _now():
@@ -188,19 +192,22 @@ class Fleet:
         self._call_ended.set()
         self._call_ended = asyncio.Event()
 
-    async def _free_member(self) -> _Member:
-        """Return the server to call next, when it may be called."""
+    async def _free_member(self, failed_at: set[_Member]) -> _Member:
+        """Return the server to call next, when it may be called: one that has not failed this question, if any."""
         while True:
             if self._is_ended:
                 raise EndOfCalls("the run has ended")
             alive = [member for member in self._members if member.gone is None]
             if not alive:
                 raise CallError("; ".join(sorted({str(member.gone) for member in self._members})), "stop")
-            now = _now()
-            member = min(alive, key=lambda one: (max(one.rests_until, now), one.in_flight))
-            if member.rests_until <= now:
-                return member
-            await asyncio.sleep(member.rests_until - now)
+            now, call_ended = _now(), self._call_ended
+            others = [one for one in alive if one not in failed_at] or alive
+            ready = [one for one in others if one.rests_until <= now and one.in_flight < self.max_concurrency]
+            if ready:
+                return min(ready, key=lambda one: one.in_flight)
+            rests = [one.rests_until - now for one in others if one.rests_until > now]
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(call_ended.wait(), min(rests, default=None))
 
     def _note_answer(self, member: _Member) -> None:
         self._num_answers += 1
@@ -212,6 +219,8 @@ class Fleet:
         member.failures += 1
         if member.failures == 1 and len(self._members) > 1:
             logger.warning("%s fails (%s); the others take its calls", member.connection.server, error)
+        if (error.retry_after_s or 0.0) > policy.patience_s:
+            error = CallError(f"it asks to wait {error.retry_after_s:.0f} s (Retry-After; {error})", "stop")
         if error.kind == "stop":
             member.gone = str(error)
             if all(one.gone is not None for one in self._members):
@@ -219,11 +228,9 @@ class Fleet:
             return
         since = now if self._failing_since is None else self._failing_since
         if error.retry_after_s is not None:
-            if error.retry_after_s > policy.patience_s:
-                raise CallError(f"it asks to wait {error.retry_after_s:.0f} s (Retry-After; {error})", "stop")
             member.rests_until = max(member.rests_until, now + error.retry_after_s)
             since = max(since, member.rests_until)
-        elif error.is_unreachable or (error.timed_out and len(self._members) > 1):
+        elif error.is_unreachable or len(self._members) > 1:
             member.rests_until = now + policy.delay_s(member.failures)
         self._failing_since = since
         if now - since >= policy.patience_s:

@@ -86,7 +86,7 @@ class OpenEnvTools(OpenEnv):
                 texts = [part["text"] for part in content.get("content") or () if "text" in part]
                 content = "\n".join(texts) if content["data"] is None else content["data"]
         except (TypeError, LookupError, AttributeError) as fault:
-            raise LostSession(f"{self.address} answers a call of {name} in no form of a tool's result") from fault
+            raise LostSession(f"{self.address} answers a call of {name} without a tool's result") from fault
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
