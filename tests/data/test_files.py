@@ -22,7 +22,10 @@ def test_messages_of_sharegpt_are_converted_and_one_line_says_how_many(tmp_path,
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     assert rows.to_list() == [{"messages": messages, "id": 1}] * 2
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == "2 rows in ShareGPT's form (conversations): from, value read as role, content"
+    assert line == "2 rows in ShareGPT's form (conversations): from and value are role and content"
+    assert load_rows(tmp_path / "a.jsonl", columns={"prompt": "conversations"})["prompt"] == [messages] * 2
+    with pytest.raises(ValueError, match="which has conversations, id"):
+        load_rows(tmp_path / "a.jsonl", columns={"prompt": "messages"})
 
 
 def test_a_from_of_another_column_is_the_users_own_and_a_row_without_a_conversation_stays(tmp_path):
@@ -61,7 +64,7 @@ def test_every_format_gives_the_same_rows(tmp_path):
     ]
     for path in paths:
         assert load_rows(path).to_list() == expected, path
-    assert load_rows(paths[0], split="train[:1]").to_list() == expected[:1]
+        assert load_rows(path, split="train[:1]").to_list() == expected[:1], path
 
 
 def test_columns_are_renamed_also_in_a_circle(tmp_path):
@@ -100,7 +103,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, name, tex
         load_rows(written(tmp_path, name, text))
 
 
-@pytest.mark.parametrize("name", ["./rows", "~/nowhere-rows", "a/b/c"])
+@pytest.mark.parametrize("name", ["./rows", "~/nowhere-rows", "~data/rows", "a/b/c"])
 def test_a_missing_path_is_not_looked_for_on_the_hub(monkeypatch, name):
     def asked(*_args, **_settings):
         raise AssertionError("the Hub was asked")
@@ -133,6 +136,8 @@ def test_an_unknown_split_is_refused_with_those_there_are(tmp_path):
     DatasetDict({"fit": Dataset.from_list([{"prompt": "a"}])}).save_to_disk(tmp_path / "saved")
     with pytest.raises(ValueError, match="has the splits fit, got 'test'"):
         load_rows(tmp_path / "saved", split="test")
+    with pytest.raises(ValueError, match=r"has the splits fit, got 'fit\[1\]'"):
+        load_rows(tmp_path / "saved", split="fit[1]")
     with pytest.raises(ValueError, match=r"a.jsonl cannot be read as split 'test': Unknown split .*'train'"):
         load_rows(written(tmp_path, "a.jsonl", '{"prompt": "a"}\n'), split="test")
     (tmp_path / "nothing").mkdir()

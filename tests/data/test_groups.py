@@ -96,5 +96,5 @@ def test_a_bad_row_of_each_shape_is_named_with_what_is_wrong(rows, fault):
 def test_other_columns_are_answered_with_the_shapes_that_there_are():
     with pytest.raises(ValueError, match="expected chosen and rejected .with or without prompt."):
         shape_of(["question", "answer"], {"question": "q", "answer": "a"})
-    with pytest.raises(ValueError, match="which say of no completion that it is better"):
+    with pytest.raises(ValueError, match="none of which says which completion is better"):
         labelled_groups([{"prompt": "p", "completions": ["a", "b"]}], ["prompt", "completions"])

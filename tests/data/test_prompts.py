@@ -1,6 +1,7 @@
 """Rows that are rejected, prompts that become token ids, completions that become text."""
 
 import json
+from functools import partial
 
 import pytest
 from datasets import Dataset
@@ -8,6 +9,8 @@ from tokenizers.processors import TemplateProcessing
 
 from onetrunk.data.files import load_rows
 from onetrunk.data.prompts import check_completions, decode_completion, prepare_prompts, without_written_bos
+from onetrunk.ppo.setup import map_style
+from tests import chat
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 USER = {"role": "user", "content": "how runs the cat"}
@@ -47,12 +50,29 @@ def test_a_conversation_ends_where_the_assistant_starts_to_write():
 
 
 def test_keys_that_only_some_messages_have_do_not_reach_the_template():
-    # Arrow fills them with null; that transformers leaves these out is what the prompts rely on.
+    # Arrow fills them with null.
     named = {"role": "user", "content": "cat", "name": "moon"}
     rows = Dataset.from_list([{"prompt": [named]}, {"prompt": [USER]}])
     template = "{% for m in messages %}{{ m['content'] }}{{ ' name' if 'name' in m else '' }}{% endfor %}"
     lengths = [len(ids) for ids in prepare_prompts(rows, tiny_tokenizer(chat_template=template))["prompt_ids"]]
     assert lengths == [2, 4]  # "cat name", "how runs the cat"
+
+
+@pytest.mark.parametrize(
+    ("rows_of", "arguments"),
+    [
+        (Dataset.from_list, ({"city": 1}, {"day": 1})),
+        (partial(map_style, name="train_dataset"), ({"city": 1}, {"city": "b"})),
+    ],
+)
+def test_a_call_in_a_prompt_has_its_own_arguments(rows_of, arguments):
+    calls = [{"type": "function", "function": {"name": "f", "arguments": own}} for own in arguments]
+    answer = {"role": "tool", "name": "f", "content": "2"}
+    given = [[USER, {"role": "assistant", "content": "", "tool_calls": [call]}, answer] for call in calls]
+    tokenizer = chat.chat_tokenizer("qwen2_5")
+    rows = prepare_prompts(rows_of([{"prompt": prompt} for prompt in given]), tokenizer)
+    expected = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in given]
+    assert tokenizer.batch_decode(list(rows["prompt_ids"])) == expected
 
 
 def test_a_text_that_begins_with_bos_gets_no_second_one():

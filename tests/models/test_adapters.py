@@ -133,8 +133,8 @@ def test_an_adapter_is_told_from_a_module_of_the_same_name():
         (lora(target_modules=r".*(q_proj|lm_head)"), "output head carries an adapter"),
         (lora(target_modules=r".*(q_proj|embed_tokens)"), "matches the embedding"),
         (lora(init_lora_weights="pissa"), "init_lora_weights='pissa'.*set it to True or 'gaussian'"),
-        (lora(target_parameters=["lm_head.weight"]), "names 'lm_head.weight', which is no parameter of the decoder"),
-        (lora(target_parameters=["experts.up"]), "names 'experts.up', which is no parameter of the decoder layers"),
+        (lora(target_parameters=["lm_head.weight"]), "names 'lm_head.weight', not a parameter of the decoder"),
+        (lora(target_parameters=["experts.up"]), "names 'experts.up', not a parameter of the decoder layers"),
     ],
 )
 def test_adapters_that_the_trunk_cannot_carry_are_refused(config, sentence):

@@ -10,21 +10,25 @@ from functools import partial
 import huggingface_hub
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from onetrunk import cli
 from onetrunk.judges.local import load_causal_judge
 from onetrunk.models import loading
 from onetrunk.models.base_model import load_base, verify_head
 from onetrunk.models.build import attach_score_adapter, build_trunk
 from onetrunk.models.loading import LoadError, base_fingerprint, check_base_marks, write_base_marks
 from onetrunk.models.reward_model import load_adapter_scorer, load_scorer, read_score_adapter
+from onetrunk.models.value_model import load_value_model
+from onetrunk.ppo.setup import policy_tokenizer
 from onetrunk.rewards import ProcessReward
 from tests.models.branches import FEW, lora
 from tests.models.reward_adapters import saved_base, saved_reward_adapter
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize("load", [load_scorer, partial(ProcessReward, policy_tokenizer=tiny_tokenizer())])
@@ -137,6 +141,38 @@ def test_every_way_in_refuses_an_adapter_on_another_base(places):
     ):
         with pytest.raises(ValueError, match=sentence):
             load()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A cache of the Hub with someone/base: at main, and at step3000 with other weights and a chat template."""
+    repository = tmp_path / "hub/models--someone--base"
+    (repository / "refs").mkdir(parents=True)
+    for seed, revision in enumerate(("main", "step3000")):
+        folder = saved_base(repository / "snapshots" / (f"{seed}" * 40), num_hidden_layers=2, seed=seed)
+        (repository / "refs" / revision).write_text(folder.name)
+    tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(folder)
+    for module in (constants, loading):
+        monkeypatch.setattr(module, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def test_an_adapter_is_loaded_on_the_revision_of_its_base(hub, tmp_path, capsys):
+    policy, reward = str(tmp_path / "policy"), str(tmp_path / "reward")
+    trunk = build_trunk("someone/base", lora(), model_init_kwargs={"revision": "step3000"})
+    trunk.save_pretrained(policy)
+    saved_reward_adapter(reward, "someone/base", revision="step3000")
+    trunks = (build_trunk(policy), load_value_model(policy).model)
+    for model in (*(trunk.get_base_model() for trunk in trunks), load_adapter_scorer(reward)[0]):
+        expected = trunk.get_base_model().get_input_embeddings().weight
+        assert torch.equal(model.get_input_embeddings().weight, expected)
+    trunks[0].save_pretrained(policy)
+    for tokenizer in (policy_tokenizer(policy, None, {}), load_adapter_scorer(reward)[1]):
+        assert tokenizer.chat_template
+    assert cli.main(["serve", policy, "--print", "--device", "cpu"]) == 0
+    assert cli.main(["export", policy, "--to", "vllm"]) == 0
+    assert capsys.readouterr().out.count(" --revision step3000") == 2
+    build_trunk("someone/base", model_init_kwargs={"revision": "main"}).save_pretrained(policy)
+    assert loading.read_adapter_config(policy).revision is None
 
 
 @pytest.mark.parametrize("family", FEW)

@@ -287,7 +287,7 @@ def test_a_scale_reads_back_and_a_damaged_or_flat_one_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match="does not hold the mean and std"):
         reward_model.read_score_scale(str(tmp_path))
     for flat in ([1.0, 1.0], [1.0], [float("nan"), 1.0]):
-        with pytest.raises(ValueError, match="tell nothing apart"):
+        with pytest.raises(ValueError, match="distinguish nothing"):
             ScoreScale.of(torch.tensor(flat))
 
 
@@ -365,6 +365,19 @@ def test_control_tokens_that_a_tool_says_or_a_call_holds_are_characters():
     evil, plain = row(SPELLED), row("1")
     assert [token for token in evil if token in marks] == [token for token in plain if token in marks]
     assert tokenizer.decode(evil).count("Perfect, 10 of 10!") == 4
+
+
+def test_a_call_has_no_arguments_of_another_rows_call():
+    tokenizer, user = chat_tokenizer("qwen2_5"), [{"role": "user", "content": "Hi"}]
+
+    def row(arguments):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        answers = [{"role": "tool", "name": "f", "content": "2"}, {"role": "assistant", "content": "Done."}]
+        messages = [{"role": "assistant", "content": "", "tool_calls": calls}, *answers]
+        return encode_rows(tokenizer, [[*user, *messages, *user]], [messages], None, True, "rm")[0][0]
+
+    # Arrow makes them null.
+    assert row({"city": 1, "day": None, "at": [{"x": 1, "y": None}]}) == row({"city": 1, "at": [{"x": 1}]})
 
 
 def test_a_conversation_rendered_as_text_keeps_its_control_tokens():

@@ -139,7 +139,7 @@ def test_the_gradient_of_a_pack_is_that_of_the_plain_model_on_unpadded_rows(fami
 def test_in_the_update_nothing_of_the_base_is_in_training_mode_but_what_recomputes(family):
     trunk = a_trunk(family).eval().train()
     training = [module for module in trunk.get_base_model().modules() if module.training]
-    assert trunk.training and all(hasattr(module, "gradient_checkpointing") for module in training)
+    assert trunk.training and training and all(hasattr(module, "gradient_checkpointing") for module in training)
     if family == "llama":
         assert {*decoder_layers(trunk), backbone(trunk)} <= {*training}
 

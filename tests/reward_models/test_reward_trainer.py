@@ -5,16 +5,19 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForMaskedLM
 
-from onetrunk.models.loading import read_tokenizer
+from onetrunk.models.loading import read_adapter_config, read_tokenizer
 from onetrunk.models.reward_model import load_adapter_scorer, load_with_new_head, reads_end_token, score_layer
 from onetrunk.reward_models.distill import RewardDistillationConfig, RewardDistillationTrainer, Teacher, label_rows
-from onetrunk.reward_models.training import PairCollator, RewardModelConfig, RewardModelTrainer
+from onetrunk.reward_models.training import ENCODED, PairCollator, RewardModelConfig, RewardModelTrainer
 from onetrunk.rewards import ModelReward
 from onetrunk.utils.files import load_tensors
 from onetrunk.utils.ledger import Ledger
-from tests.models.reward_adapters import saved_base
+from tests.chat import CHAT_VOCAB, chat_tokenizer
+from tests.models.reward_adapters import a_scorer, saved_base
 from tests.rewards.test_model import scorer
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -33,16 +36,17 @@ def base(tmp_path_factory):
 
 
 KINDS = (RewardModelTrainer, RewardModelConfig)
+STUDENTS = (RewardDistillationTrainer, RewardDistillationConfig)
 
 
-def a_trainer(base, folder, dataset=None, tokenizer=None, peft_config=None, kinds=KINDS, **settings):
+def a_trainer(base, folder, dataset=None, tokenizer=None, peft_config=None, kinds=KINDS, revision=None, **settings):
     torch.manual_seed(0)
     defaults = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no", "learning_rate": 1e-2}
     quiet = {"report_to": "none", "use_cpu": True, "bf16": False, "activation_checkpointing": False}
     trainer, config = kinds
     args = config(output_dir=str(folder), **{**defaults, **quiet, "logging_steps": 1, **settings})
     dataset, tokenizer = dataset or rows(), tokenizer or tiny_tokenizer()
-    model = load_with_new_head(str(base))
+    model = load_with_new_head(str(base), revision=revision)
     return trainer(model, args, dataset, processing_class=tokenizer, peft_config=peft_config)
 
 
@@ -157,6 +161,31 @@ def test_saved_and_loaded_it_scores_the_same(base, tmp_path, adapted):
     assert len(set(before)) > 2
 
 
+ENCODERS = {
+    "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
+    "deberta-v2": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},
+}
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_an_encoder_without_a_head_becomes_a_reward_model(tmp_path, family):
+    config = AutoConfig.for_model(family, vocab_size=64, pad_token_id=0, initializer_range=0.25, **ENCODERS[family])
+    AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    trainer = a_trainer(tmp_path / "base", tmp_path, max_steps=12)
+    trainer.train()
+    assert trainer.state.log_history[-2]["pairs/accuracy"] == 1
+    trainer.save_model()
+    trained = scores_of(trainer, first_batch(trainer))[:4].tolist()
+    # Other widths of padding
+    assert ModelReward(str(tmp_path))(prompts=PROMPTS[:4], completions=GOOD[:4]) == pytest.approx(trained, abs=1e-4)
+    weights = load_tensors(tmp_path / "base/model.safetensors")
+    save_file({name: weights[name] for name in weights if ".layer.1" not in name}, tmp_path / "base/model.safetensors")
+    with pytest.raises(ValueError, match="weights below the head, the first is .*layer.1"):
+        load_with_new_head(str(tmp_path / "base"))
+
+
 def test_training_learns_and_logs_accuracy_over_the_decided_pairs(base, tmp_path):
     trainer = a_trainer(base, tmp_path, rows(probability=[1.0, 0.0, 0.5, 1.0] * 2), max_steps=12)
     trainer.train()
@@ -173,10 +202,51 @@ def test_rows_that_are_too_long_are_dropped_with_a_warning(base, tmp_path, caplo
     assert "training rows longer than max_length 6 tokens" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:`pad_token` is deprecated")
+@pytest.mark.parametrize("name", ["pad_token", "eos_token"])
+def test_tokens_of_the_settings_count_when_rows_are_encoded(base, tmp_path, name):
+    trainer = a_trainer(base, tmp_path, **{name: "<unk>"})
+    ends = {row[-1] for row in trainer.train_dataset["chosen_ids"]}
+    assert ends == {trainer.processing_class.eos_token_id}
+    batch, rows = first_batch(trainer), trainer.train_dataset[:4]
+    alone = [{"input_ids": torch.tensor([row]), "attention_mask": None} for side in ENCODED for row in rows[side]]
+    alone = torch.cat([scores_of(trainer, row) for row in alone])
+    # float32: another padded width sums in another order.
+    torch.testing.assert_close(scores_of(trainer, batch), alone, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kinds", [KINDS, STUDENTS])
+def test_rows_of_about_equal_length_may_share_a_batch(base, tmp_path, kinds):
+    labelled, settings = rows(probability=[0.9] * 8), {"train_sampling_strategy": "group_by_length"}
+    trainer = a_trainer(base, tmp_path, labelled, kinds=kinds, per_device_train_batch_size=2, **settings)
+    trainer.train()
+    trainer.evaluate(labelled)
+    lengths = [max(len(row[side]) for side in ENCODED) for row in trainer.train_dataset]
+    assert trainer.train_dataset["length"] == lengths
+
+
+@pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
+def test_the_head_of_an_adapter_is_trained_and_saved_whatever_its_task_type(base, tmp_path, task_type):
+    config = LoraConfig(task_type=task_type, r=4, target_modules=["q_proj"])
+    trainer = a_trainer(base, tmp_path, peft_config=config, revision="v2")
+    before = score_layer(trainer.model).weight.detach().clone()
+    trainer.train()
+    trainer.save_model()
+    saved = load_tensors(tmp_path / "adapter_model.safetensors")["base_model.model.score.weight"]
+    assert not torch.equal(saved, before) and config.task_type == task_type
+    assert read_adapter_config(str(tmp_path)).revision == "v2"
+    with pytest.raises(ValueError, match="model has an adapter of the task_type None"):
+        RewardModelTrainer(get_peft_model(a_scorer(), LoraConfig()), trainer.args, rows(), None, tiny_tokenizer())
+
+
+@pytest.mark.filterwarnings("ignore:`pad_token` is deprecated")
 @pytest.mark.parametrize(
     ("columns", "settings", "message"),
     [
         ({}, {"tokenizer": tiny_tokenizer(pad=False)}, "no padding token"),
+        ({}, {"pad_token": "<none>"}, "pad_token is '<none>', and the tokenizer has no such token"),
+        ({}, {"chat_template_path": "a.jinja"}, "chat_template_path is 'a.jinja': rows are encoded before"),
+        ({}, {"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1: labels are probabilities"),
         ({"probability": [1.5] * 8}, {}, "probability is 1.5"),
         ({}, {"center_rewards_coefficient": -1}, "center_rewards_coefficient is -1"),
         ({}, {"use_margin": True}, "use_margin is true and the rows have no column margin"),
@@ -204,7 +274,7 @@ def a_teacher(folder, *seeds, temperature=1.0):
 
 
 def a_student(*args, **settings):
-    return a_trainer(*args, kinds=(RewardDistillationTrainer, RewardDistillationConfig), **settings)
+    return a_trainer(*args, kinds=STUDENTS, **settings)
 
 
 def test_the_teacher_gives_centred_scores_and_the_mean_of_the_members_probabilities(tmp_path):
@@ -221,6 +291,25 @@ def test_the_teacher_gives_centred_scores_and_the_mean_of_the_members_probabilit
     assert len(scores) == 18 and sum(scores) == pytest.approx(0, abs=1e-4)
     lead = labelled["chosen_score"][0] - labelled["rejected_score"][0]
     assert lead == pytest.approx((good - bad).mean(0)[0].item(), rel=1e-5)
+
+
+def test_a_teacher_labels_calls_whose_arguments_are_of_mixed_types(tmp_path):
+    def sides(argument):
+        call = {"type": "function", "function": {"name": "f", "arguments": argument}}
+        called = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        return {"chosen": called, "rejected": [{"role": "assistant", "content": "no"}]}
+
+    prompts = [[{"role": "user", "content": text}] for text in PROMPTS[:3]]
+    pairs = [
+        {"prompt": prompt, **sides(x)} for prompt, x in zip(prompts, ({"x": 1}, {"x": "a"}, {"y": 1}), strict=True)
+    ]
+    singles = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs]
+    member = ModelReward(scorer(vocab_size=CHAT_VOCAB, max_position_embeddings=512), chat_tokenizer("qwen2_5"))
+    rows, more = (Dataset.from_list(part, on_mixed_types="use_json") for part in (pairs, singles))
+    labelled = label_rows(Teacher([member], None), rows, more)
+    calls = [chosen[0]["tool_calls"][0]["function"]["arguments"] for chosen in labelled["chosen"]]
+    assert calls == [{"x": 1}, {"x": "a"}, {"y": 1}] * 2
+    assert labelled["chosen_score"][:3] == pytest.approx(labelled["chosen_score"][3:], abs=1e-5)
 
 
 def test_a_student_reads_a_completion_that_was_cut_off_without_an_end_token(base, tmp_path):

@@ -4,7 +4,9 @@ import logging
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
+from onetrunk.ppo.setup import ModelInputs, resolve_rewards
 from onetrunk.rewards import ModelReward
 from tests.models.reward_adapters import a_scorer
 from tests.tiny import tiny_tokenizer
@@ -77,6 +79,19 @@ def test_the_limit_is_the_models_own_unless_given():
     assert ModelReward(scorer(), tokenizer, max_length=8).max_length == 8
     with pytest.raises(ValueError, match="max_length 33 is more than the 16 tokens"):
         ModelReward(scorer(), tokenizer, max_length=33)
+
+
+def test_a_model_with_an_adapter_scores_with_it():
+    torch.manual_seed(0)
+    settings = {"target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.5, "init_lora_weights": False}
+    model = get_peft_model(scorer(), LoraConfig(task_type="SEQ_CLS", **settings))
+    tokenizer = tiny_tokenizer()
+    inputs = ModelInputs("base", [model], reward_tokenizers=[tokenizer])
+    [reward] = resolve_rewards(inputs, "cpu", "base", tokenizer)
+    # As every reward adapter it reads its score at the end token.
+    expected = read(model.eval(), tokenizer, "the cat runs <eos>")
+    assert reward(prompts=["the cat"], completions=[" runs"]) == pytest.approx([expected], abs=1e-5)
+    assert expected != pytest.approx(read(scorer(), tokenizer, "the cat runs <eos>"), abs=1e-2)
 
 
 def test_pieces_that_do_not_fit_are_refused():

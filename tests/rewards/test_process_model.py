@@ -86,6 +86,19 @@ def test_a_conversation_is_rendered_with_the_variables_of_its_row(tmp_path):
     assert found.rewards == pytest.approx([0, *expected, 0], abs=1e-6)
 
 
+def test_a_call_in_a_prompt_has_no_arguments_of_another_rows_call(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.tool_calls or '' }}{% endfor %} cat"
+    saved(tmp_path, tokenizer)
+    reward = ProcessReward(tmp_path, tokenizer)
+    calls = [{"name": "f", "arguments": {"city": "bird", **others}} for others in ({}, {"day": None})]
+    plain, filled = (
+        [{"role": "assistant", "content": "a", "tool_calls": [call]}, {"role": "user", "content": "b"}]
+        for call in calls
+    )
+    assert reward._text(filled, {}) == reward._text(plain, {})
+
+
 # Separator, prompt, steps, then input_ids and labels as PRMTrainer.tokenize_row of TRL 1.9 made them (-100: no label).
 # Later versions of TRL have no PRMTrainer.
 TRL_ROWS = [
@@ -182,7 +195,7 @@ def test_what_is_no_process_reward_model_is_rejected_before_the_policy_loads(tmp
         (f"{here}/prm#colour=red", ValueError, "unknown option 'colour' after '#'; there is separator=TEXT"),
         (f"{here}/prm#separator=", ValueError, "separator is '' and batch_size 16"),
         ("prm:", ValueError, "'prm:' names no model"),
-        (f"{tmp_path}/prm", ValueError, "classifies tokens: as a process reward model it is 'prm:"),
+        (f"{tmp_path}/prm", ValueError, "classifies tokens; write 'prm:"),
     ):
         with pytest.raises(error, match=message):
             make_trainer(tmp_path / "run", reward=spec)

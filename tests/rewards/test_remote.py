@@ -112,7 +112,7 @@ def test_a_row_that_is_refused_does_not_take_its_batch_with_it():
     with Stub({"/rate": picky}) as stub:
         found = call(RemoteReward(f"{stub.root}/rate", batch_size=4, policy=PATIENT), *rows(8))
         assert [i for i, s in enumerate(found) if s is None] == [3]
-        with pytest.raises(RuntimeError, match="refuses every row: HTTP 400: too long"):
+        with pytest.raises(RuntimeError, match="rejects every row: HTTP 400: too long"):
             call(RemoteReward(f"{stub.root}/rate", policy=PATIENT), ["a", "b"], ["completion 3", "completion 3"])
 
 
@@ -159,7 +159,7 @@ def test_a_service_may_give_rewards_per_turn_and_per_token(tmp_path):
             trained(tmp_path, reward=f"{stub.root}/short")
         assert not any("turn_ids" in body for body in stub.bodies)
         for model, entry in ((None, "per_turn"), ("m", "per_step")):
-            with pytest.raises(RuntimeError, match=f"a score that is no number .*{entry}.*expected"):
+            with pytest.raises(RuntimeError, match=f"a score that is not a number .*{entry}.*expected"):
                 RemoteReward(f"{stub.root}/odd", model=model, policy=PATIENT).check()
         with pytest.raises(ValueError, match="token_ids is for JSON services alone"):
             RemoteReward(f"{stub.root}/classify", token_ids=True)
@@ -181,11 +181,11 @@ def test_a_recipe_names_it_by_its_address_with_options_behind_a_hash(monkeypatch
     [
         ("http://me:hunter2@127.0.0.1/classify", "api_key_env"),
         ("http://127.0.0.1:9/classify#colour=2", "there are model, tokenizer"),
-        ("http://127.0.0.1:9/classify#batch_size=many", "'many' is no value for batch_size"),
+        ("http://127.0.0.1:9/classify#batch_size=many", "'many' is not a value for batch_size"),
         ("http://127.0.0.1:9/classify#batch_size=0", "batch_size is 0"),
         ("http://127.0.0.1:9/classify#api_key_env=NO_SUCH_KEY_HERE", "is not set"),
         ("http://127.0.0.1:9/rate#tokenizer=gpt2", "tokenizer is for /classify"),
-        ("http://127.0.0.1:9/classify?key=1", "is no URL"),
+        ("http://127.0.0.1:9/classify?key=1", "is not a server's URL"),
     ],
 )
 def test_an_address_or_option_that_cannot_work_is_refused(spec, sentence):
@@ -198,18 +198,15 @@ def test_an_address_or_option_that_cannot_work_is_refused(spec, sentence):
     ("answer", "sentence"),
     [
         (lambda body: (200, {"data": [{"probs": [1.0]}] * 2}), "a softmax over its one label"),
-        (
-            lambda body: (200, {"data": [{"probs": [0.4, 0.6]}] * 2}),
-            "probabilities of 2 labels, which is a classifier",
-        ),
+        (lambda body: (200, {"data": [{"probs": [0.4, 0.6]}] * 2}), "probabilities of 2 labels: that is a classifier"),
         (lambda body: (200, {"data": [{"probs": [0.5]}]}), "1 scores for 2 completions"),
-        (lambda body: (200, {"data": [{"probs": ["x"]}] * 2}), "a score that is no number"),
-        (lambda body: (200, {"data": [{"index": 0, "probs": [1]}] * 2}), "another form than"),
-        (lambda body: (200, {"scores": [1, 2]}), "another form than"),
-        (lambda body: (200, []), "another form than"),
+        (lambda body: (200, {"data": [{"probs": ["x"]}] * 2}), "a score that is not a number"),
+        (lambda body: (200, {"data": [{"index": 0, "probs": [1]}] * 2}), "not of the form"),
+        (lambda body: (200, {"scores": [1, 2]}), "not of the form"),
+        (lambda body: (200, []), "not of the form"),
         (lambda body: (200, "<!doctype html><html></html>"), "an HTML page"),
         (lambda body: (404, {"detail": "Not Found"}), "HTTP 404: Not Found; check the URL's path"),
-        (lambda body: (200, {**classify(body)[1], "model": "other"}), "scores of model 'other'"),
+        (lambda body: (200, {**classify(body)[1], "model": "other"}), "scores from model 'other'"),
     ],
 )
 def test_a_server_that_is_no_reward_model_is_found_at_the_start(answer, sentence):

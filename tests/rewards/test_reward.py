@@ -197,6 +197,10 @@ def rate(item, principle):
     return 1.0 if "warm" in principle.tags else len(item.text.split()) / 10
 
 
+def test_a_judge_reads_the_column_with_known_good_answers():
+    assert columns_read(JudgeReward(ToldJudge(rate, "words"), TWO), ["answer", "reference"]) == ["reference"]
+
+
 def test_the_rating_is_the_weighted_mean_of_the_principles_by_hand():
     # 3 words of 10 count three times, 1.0 once: (3 * .3 + 1) / 4.
     reward = JudgeReward(ToldJudge(rate, "words"), TWO)

@@ -51,7 +51,7 @@ def load_rows(
         ValueError: the data is empty or damaged, or the suffix, split or column is unknown.
         RuntimeError: the Hub does not answer.
     """
-    name, path = str(name_or_path), Path(name_or_path).expanduser()
+    name, path = str(name_or_path), Path(os.path.expanduser(name_or_path))
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
         rows = _load_saved(path, split)
     else:
@@ -62,7 +62,7 @@ def load_rows(
             rows.data.validate(full=True)  # The JSON reader accepts bytes that are not UTF-8.
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} (split {split!r}) holds no rows; give a dataset with at least one")
-    return _rename_columns(_from_sharegpt(rows), columns or {})
+    return _from_sharegpt(_rename_columns(rows, columns or {}))
 
 
 def _from_sharegpt(rows: Dataset) -> Dataset:
@@ -79,7 +79,7 @@ def _from_sharegpt(rows: Dataset) -> Dataset:
     rows = rows.map(lambda row: {n: row[n] and [message(m) for m in row[n]] for n in names}, desc="ShareGPT")
     if "conversations" in names and "messages" not in rows.column_names:
         rows = rows.rename_column("conversations", "messages")
-    logger.warning("%d rows in ShareGPT's form (%s): from, value read as role, content", len(rows), ", ".join(names))
+    logger.warning("%d rows in ShareGPT's form (%s): from and value are role and content", len(rows), ", ".join(names))
     return rows
 
 
@@ -93,7 +93,7 @@ def dataset_builder(name: str, config_name: str | None, **settings: Any) -> data
     Raises:
         FileNotFoundError, ValueError, RuntimeError: as `load_rows`.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     names_files = not path.is_dir() and (path.is_file() or path.suffix in BUILDERS or "*" in name or "://" in name)
     if names_files and path.suffix not in BUILDERS:
         raise ValueError(f"{name} does not end in one of {', '.join(BUILDERS)}; give such a file, or *.jsonl")
@@ -120,7 +120,7 @@ def dataset_builder(name: str, config_name: str | None, **settings: Any) -> data
     except FileNotFoundError as error:
         fault = f"{name} does not exist (working folder {Path.cwd()}), or holds no {', '.join(BUILDERS)} file"
         if not is_path:
-            fault = f"{name} is no local path, and the Hub shows no such dataset to you (`hf auth login` may help)"
+            fault = f"{name} is not a local path, nor a dataset on the Hub that you may read (try `hf auth login`)"
         raise FileNotFoundError(f"{fault}; check the name") from error
     except (OSError, ImportError) as error:
         raise RuntimeError(
@@ -149,9 +149,15 @@ def row_errors(name: str, split: str) -> Iterator[None]:
 def _load_saved(path: Path, split: str) -> Dataset:
     loaded = datasets.load_from_disk(str(path))
     splits = loaded if isinstance(loaded, DatasetDict) else {str(loaded.split or "train"): loaded, "train": loaded}
-    if split not in splits:
-        raise ValueError(f"{path} has the splits {', '.join(sorted(splits))}, got {split!r}; set split to one of them")
-    return splits[split]
+    if split in splits:
+        return splits[split]
+    try:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(splits[name]) for name in splits})
+    except ValueError as error:
+        raise ValueError(
+            f"{path} has the splits {', '.join(sorted(splits))}, got {split!r}; set split to one of them"
+        ) from error
+    return datasets.concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
 
 
 def _rename_columns(rows: Dataset, columns: Mapping[str, str]) -> Dataset:
@@ -180,11 +186,11 @@ def check_renaming(names: Sequence[str], columns: Mapping[str, str]) -> None:
 
 def missing_columns(names: Sequence[str], expected: str) -> ValueError:
     """Return the error for a dataset without the columns that `expected` describes."""
-    remedy = "say which yours are: dataset_columns {prompt: yours} in a recipe, rename_column in Python"
+    remedy = "map yours: dataset_columns {prompt: yours} in a recipe, rename_column in Python"
     if {"completion", "label"} <= set(names):
         remedy = (
-            "each of these rows judges one completion (KTO); make pairs of a completion with label true and one with"
-            " false of the same prompt"
+            "each of these rows labels one completion (KTO); pair one labelled true with one labelled false of the"
+            " same prompt"
         )
     columns = ", ".join(sorted(names)) or "none"
     return ValueError(f"the dataset has the columns {columns}; expected {expected}: {remedy}")

@@ -104,8 +104,8 @@ def how_read(rows: Dataset | ShardedRows) -> str | None:
         number = f"{len(prompt)} message{'' if len(prompt) == 1 else 's'}"
         return f"prompts are read as conversations (the first has {number}), chosen and rejected begin after them"
     return (
-        "rows without a column prompt: it is what chosen and rejected share, up to the last answer or word; the first"
-        f" ends in {prompt[-40:]!r}, then chosen begins with {sides[0][:40]!r}"
+        "rows without a column prompt: the prompt is what chosen and rejected share, up to the last answer or word;"
+        f" the first ends in {prompt[-40:]!r}, then chosen begins with {sides[0][:40]!r}"
     )
 
 
@@ -264,7 +264,7 @@ def shape_of(columns: Iterable[str], row: Row) -> str:
     if {"prompt", "completion"} <= names or "messages" in names:
         return "logs"
     raise ValueError(
-        f"the dataset has the columns {', '.join(sorted(names))}; expected {EXPECTED}: say which yours are:"
+        f"the dataset has the columns {', '.join(sorted(names))}; expected {EXPECTED}; map yours:"
         " dataset_columns {chosen: yours} in a recipe"
     )
 
@@ -303,7 +303,7 @@ def labelled_groups(rows: Iterable[Row], columns: Sequence[str], subset: str = A
     groups = list(read_groups(rows, columns, subset))
     if groups and not groups[0].num_better:
         raise ValueError(
-            f"the dataset has the columns {', '.join(sorted(columns))}, which say of no completion that it is better;"
+            f"the dataset has the columns {', '.join(sorted(columns))}, none of which says which completion is better;"
             " expected chosen and rejected"
         )
     return groups
@@ -318,7 +318,7 @@ def _joined(parts: Sequence[Group]) -> Group:
 def _oriented(row: Row, group: Group) -> Group:
     """Return a labelled group with its better side first, and its probability from 0.5 to 1."""
     if not 0 < group.num_better < len(group.texts):
-        raise ValueError("names no better completion, or no other one")
+        raise ValueError("names no better completion, or no worse one")
     if len({text.strip() for text in group.texts}) < len(group.texts) and len(group.texts) == 2:
         raise ValueError("chosen and rejected are identical: there is nothing to prefer")
     probability = row.get("probability")

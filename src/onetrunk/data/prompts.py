@@ -29,6 +29,7 @@ from onetrunk.data.rows import (
     row_fault,
     template_variables,
     variables_fault,
+    without_nulls,
 )
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.types import Completion, Prompt, as_completion
@@ -179,7 +180,7 @@ def encode_prompt(
         else:
             settings = {"add_generation_prompt": not is_answered, "tokenize": True, "return_dict": True}
             settings |= {**template_kwargs, "continue_final_message": is_answered}
-            ids = tokenizer.apply_chat_template(prompt, **settings)["input_ids"]
+            ids = tokenizer.apply_chat_template(without_nulls(prompt), **settings)["input_ids"]
     except Exception as error:  # A template may raise anything.
         raise ValueError(f"prompt is rejected by the tokenizer or its chat template: {error}") from error
     if not ids:
@@ -235,7 +236,7 @@ def check_completions(rows: Rows) -> Rows:
 
     def fault(row: dict[str, Any]) -> str | None:
         if "chat_template_kwargs" in variables and not isinstance(row["chat_template_kwargs"], dict):
-            return "chat_template_kwargs is not a dict, as in other rows"
+            return "chat_template_kwargs is not a dict, and in other rows it is"
         return row_fault(checks, row) or variables_fault(row)
 
     return check_rows(rows.select_columns([*columns, *variables]), fault)

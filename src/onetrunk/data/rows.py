@@ -203,15 +203,15 @@ def template_variables(row: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} is text and not JSON ({error})") from error
         if value is not None and not isinstance(value, form):
             raise ValueError(f"{name} is of type {type(value).__name__}, expected a {form.__name__}")
-        variables |= {name: _without_nulls(value)} if value and form is list else _without_nulls(value or {})
+        variables |= {name: without_nulls(value)} if value and form is list else without_nulls(value or {})
     return variables
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Return nested dicts without the keys that only other rows have: Arrow makes them null here."""
     if isinstance(value, dict):
-        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def variables_of(columns: Mapping[str, Sequence[Any]], number: int) -> list[dict[str, Any]]:

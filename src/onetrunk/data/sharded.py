@@ -185,7 +185,7 @@ def _read_footer(url: str) -> tuple[pq.FileMetaData, bytes]:
     largest = max((footer.row_group(i).total_byte_size for i in range(footer.num_row_groups)), default=0)
     if largest > MOST_GROUP_BYTES:
         raise ValueError(
-            f"{url} has a row group of {largest / 2**30:.1f} GiB, which is read whole; write it with smaller ones:"
+            f"{url} has a row group of {largest / 2**30:.1f} GiB, read as a whole; write smaller row groups:"
             " pyarrow.parquet.write_table(table, path, row_group_size=10_000)"
         )
     return footer, data
@@ -355,8 +355,8 @@ class ShardedRows:
             if other is not None:
                 if not self.num_replaced:
                     logger.warning(
-                        "%s is left out (it is too long, or has no token to learn from); the next row takes its place,"
-                        " here and in further cases, which are not reported",
+                        "%s is left out (it is too long, or has no token to learn from); the next row takes its place."
+                        " Further cases are not reported",
                         self.where(row),
                     )
                 self.num_replaced += 1
@@ -398,8 +398,7 @@ class ShardedRows:
         except (OSError, pa.ArrowException) as error:
             url, reason = self.index.urls[self.index.files[number]], " ".join(str(error).split())
             raise RuntimeError(
-                f"{url} cannot be read ({reason}), although it could when the run began; when it can, the same command"
-                " with --resume auto continues"
+                f"{url} can no longer be read ({reason}); restore it, and run the same command with --resume auto"
             ) from error
 
     def _row_group(self, number: int) -> pa.Table:

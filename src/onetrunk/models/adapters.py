@@ -29,13 +29,15 @@ POLICY = "default"
 REFERENCE = "reference"
 REWARD = "reward"
 ADAPTER_FILE = "adapter_model.safetensors"
+# The attribute of a model with the revision that it was loaded from, which transformers does not keep.
+REVISION = "onetrunk_revision"
 # Modules that no adapter may change, because every role shares them.
 HEAD_MODULES = frozenset(("lm_head", "embed_tokens", "wte", "embed_out"))
 # LoRA options that are not supported, and why.
 UNSUPPORTED_OPTIONS = {
     "trainable_token_indices": "trains rows of the embedding, which every role shares",
     "layer_replication": "changes the layers of the shared trunk",
-    "alora_invocation_tokens": "starts at a token that PEFT's own forward passes to the layers and a pack does not",
+    "alora_invocation_tokens": "starts at a token offset that only PEFT's own forward passes to the layers",
     "arrow_config": "mixes adapters, where one adapter is one role",
     "kasa_config": "changes weights of the shared trunk",
     "monteclora_config": "draws random weights, so that the first PPO ratio would differ from 1",
@@ -148,7 +150,7 @@ def check_adapter_config(config: PeftConfig) -> None:
     if config.init_lora_weights not in (True, "gaussian"):
         raise ValueError(
             f"peft_config.init_lora_weights={config.init_lora_weights!r} starts the policy away from the base model or"
-            " changes the base itself, so that adapters off would be no reference; set it to True or 'gaussian'"
+            " changes the base itself, so the base could not be the reference; set it to True or 'gaussian'"
         )
     for option, reason in UNSUPPORTED_OPTIONS.items():
         if getattr(config, option):
@@ -165,7 +167,7 @@ def match_modules(config: LoraConfig, model: nn.Module) -> None:
                 if check_target_module_exists(config, name):
                     get_pattern_key([*config.rank_pattern, *config.alpha_pattern], name)
         except re.error as error:
-            raise ValueError(f"LoRA config: {error.pattern!r} is no regular expression ({error})") from error
+            raise ValueError(f"LoRA config: {error.pattern!r} is not a regular expression ({error})") from error
 
 
 def check_targets(config: PeftConfig, model: nn.Module) -> None:
@@ -220,7 +222,7 @@ def policy_config(config: PeftConfig, first_layer: int, num_layers: int) -> Lora
 
 
 def fit_layers(config: LoraConfig, base: nn.Module, layers: nn.ModuleList) -> None:
-    """Set the fields of the config that PEFT would guess wrong or with a warning.
+    """Set the fields of the config that PEFT would guess wrong or with a warning, and the base's revision.
 
     If the config chooses layers, 'all-linear' becomes the names of the linear modules: PEFT would make it full paths
     in a model of fewer than 20 linear modules, and those overrule the choice. So it does where PEFT rejects one of
@@ -228,6 +230,7 @@ def fit_layers(config: LoraConfig, base: nn.Module, layers: nn.ModuleList) -> No
     """
     if config.target_parameters:
         _fit_parameters(config, base, layers)
+    keep_revision(config, base)
     reads_out_proj = base.config.model_type in READS_OUT_PROJ
     linear = {name: type(m) for name, m in layers.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     kinds = set(linear.values())
@@ -238,6 +241,12 @@ def fit_layers(config: LoraConfig, base: nn.Module, layers: nn.ModuleList) -> No
         config.target_modules = sorted(names - {"out_proj"} if reads_out_proj else names)
 
 
+def keep_revision(config: PeftConfig, base: nn.Module) -> None:
+    """Write the revision of a base into the config of an adapter, unless it is main: PEFT does not know it."""
+    if vars(base).get(REVISION) not in (None, "main"):
+        config.revision = vars(base)[REVISION]
+
+
 def _fit_parameters(config: LoraConfig, base: nn.Module, layers: nn.ModuleList) -> None:
     """Check `target_parameters`, and write the chosen layers into them: PEFT adapts parameters of every layer."""
     layers_name = list_name(base, layers)
@@ -246,8 +255,8 @@ def _fit_parameters(config: LoraConfig, base: nn.Module, layers: nn.ModuleList) 
     wrong = [t for t, names in matches.items() if not names or any(layer_of[name] is None for name in names)]
     if wrong:
         raise ValueError(
-            f"peft_config.target_parameters names {', '.join(map(repr, wrong))}, which is no parameter of the decoder"
-            " layers; name the last parts of a path in them, such as 'mlp.experts.down_proj'"
+            f"peft_config.target_parameters names {', '.join(map(repr, wrong))}, not a parameter of the decoder"
+            " layers; give the end of a path in a layer, such as 'mlp.experts.down_proj'"
         )
     chosen = config.layers_to_transform
     if chosen is not None:
@@ -276,7 +285,7 @@ def first_trained_layer(model: nn.Module, layers_name: str) -> int:
     """Return the lowest decoder layer with a trained weight of the policy; 0 for one outside the layers."""
     trained = [name for name, p in adapter_parameters(model, POLICY).items() if p.requires_grad]
     if not trained:
-        raise ValueError("adapter_layers leaves no layer to train that has a weight of the adapter; set it to 'all'")
+        raise ValueError("no layer that adapter_layers chooses has a weight of the adapter; set it to 'all'")
     return min(layer_index(name, layers_name) or 0 for name in trained)
 
 
@@ -331,7 +340,7 @@ def read_branches(model: PeftModel, folder: str | Path) -> dict[str, dict[str, T
     """Return adapter name -> tensors from a folder with the branches of `model`, except the reward adapter."""
     folder = Path(folder)
     if REFERENCE not in model.peft_config and (folder / REFERENCE / ADAPTER_FILE).is_file():
-        raise ValueError(f"{folder} holds an adapter {REFERENCE!r} and this trunk has none; build it as before")
+        raise ValueError(f"{folder} holds an adapter {REFERENCE!r} and this trunk has none; build it as when saved")
     weights = {}
     for adapter in [name for name in model.peft_config if name != REWARD]:
         source = folder if adapter == POLICY else folder / adapter

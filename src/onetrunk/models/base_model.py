@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from onetrunk.models.loading import REVISION, check_finite, load_weights, pinned_source, read_config, read_tokenizer
+from onetrunk.models.loading import check_finite, load_weights, pinned_source, read_config, read_tokenizer
 from onetrunk.ops.running_softmax import Head
 from onetrunk.utils.versions import takes_key_value_cache
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # Decoders that pass every check of structure but don't work here, and why.
 _UNSUPPORTED = {
     "deepseek_v4": "it compresses keys by columns, padding included, so a row would depend on the rows next to it",
-    "kimi_linear": "its linear attention keeps states that batches of unequal prompts were not verified with",
+    "kimi_linear": "its linear attention is not verified for batches of prompts of different lengths",
     "minimax": "it can't continue a sequence from transformers' own cache, only from a cache class of its model code",
     "phimoe": "its router draws experts at random in training, so that the first PPO ratio would differ from 1",
 }
@@ -80,7 +80,6 @@ def load_base(
             f"{type(model).__name__}, among them {min(report['missing_keys'])}; they would be random. Give a causal "
             "language model's checkpoint"
         )
-    vars(model)[REVISION] = revision
     return model
 
 
@@ -106,7 +105,7 @@ def check_cache(model: PreTrainedModel) -> None:
     if not takes_key_value_cache(model):
         raise ValueError(
             f"{type(model).__name__} has no key-value cache (past_key_values), so it cannot be sampled from; take a"
-            " model with attention layers, such as a hybrid of both"
+            " model with attention layers; some hybrids work"
         )
 
 
@@ -256,7 +255,7 @@ def probe_inputs(model: nn.Module) -> dict[str, Any]:
 def computes(run: Callable[[], Tensor], expected: Tensor) -> bool:
     """Return whether `run` computes `expected`, up to .1% of its largest number: kernels that add in any order pass.
 
-    False if it raises what a module raises that returns a tuple, or takes more than hidden states.
+    False also if it raises the errors of a module that returns a tuple or needs more than hidden states.
     """
     try:
         found = run().float()

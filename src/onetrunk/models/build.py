@@ -43,6 +43,7 @@ from onetrunk.models.loading import (
     adapter_base,
     adding_adapter,
     base_of,
+    base_revision,
     check_base_marks,
     expand,
     is_adapter,
@@ -210,7 +211,7 @@ def load_adapted(name: str, revision: str | None = None, **kwargs: Any) -> PeftM
     """
     base_name = adapter_base(name, revision)
     with base_of(name):
-        base = load_base(base_name, **kwargs)
+        base = load_base(base_name, revision=base_revision(name, revision), **kwargs)
     # PEFT would list every tensor that does not fit; `check_adapter_fits` raises one error instead.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some weights of|Found missing adapter keys")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file, find_adapter_config_file, has_file
 
-from onetrunk.models.adapters import match_modules, require_lora
+from onetrunk.models.adapters import REVISION, match_modules, require_lora
 from onetrunk.utils.files import atomic_write_json, parse_json
 from onetrunk.utils.startup import peft_calls, time_limit
 
@@ -58,8 +59,6 @@ LEAST_EQUAL = 0.95
 HEADS = ("lm_head", "score", "value_head", "modules_to_save", "original_module", "lora_")
 MARKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KEPT_IDENTITY = "onetrunk_identity"
-# The attribute of a base with the revision that it was loaded from, which transformers does not keep.
-REVISION = "onetrunk_revision"
 FINGERPRINT_SAMPLES = 64
 # Fields of a config that describe a load or padding, not the function that the model computes.
 PASSING = frozenset(
@@ -158,7 +157,7 @@ def pinned_source(revision: str | None, trust_remote_code: bool | None) -> dict[
 
 def expand(name: str | Path) -> str:
     """Return a folder's path with `~` expanded; any other name unchanged."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     return str(folder if folder.exists() else name)
 
 
@@ -239,6 +238,11 @@ def adapter_base(name: str, revision: str | None = None) -> str | None:
     return base
 
 
+def base_revision(name: str, revision: str | None = None) -> str | None:
+    """Return the revision of the base model of the adapter at `name`; None: main."""
+    return read_adapter_config(name, revision).revision
+
+
 def require_safetensors(name: str, revision: str | None = None, folder: str = "") -> None:
     """Reject an adapter whose weights are pickled (`adapter_model.bin`): PEFT would pass them to `torch.load`.
 
@@ -283,7 +287,8 @@ def load_config(name: str, revision: str | None = None, trust_remote_code: bool 
     if base is None:
         return read_config("model", name, **pinned_source(revision, trust_remote_code)).get_text_config()
     with base_of(name):
-        return read_config("model", base, **pinned_source(None, None)).get_text_config()
+        source = pinned_source(base_revision(name, revision), None)
+        return read_config("model", base, **source).get_text_config()
 
 
 def load_weights(
@@ -301,6 +306,7 @@ def load_weights(
         example = f"the first is {tensor}, {list(stored)} in the file and {list(expected)} by the config"
         raise damaged(kind, name, source_file(name, CONFIG, revision) or CONFIG, f"{reason}, {example}")
     check_finite(model, kind, name)
+    vars(model)[REVISION] = revision
     return model, report
 
 

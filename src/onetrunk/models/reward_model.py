@@ -27,6 +27,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from onetrunk.data.foreign import ForeignText
 from onetrunk.data.prompts import without_second_bos
+from onetrunk.data.rows import without_nulls
 from onetrunk.models.adapters import check_adapter_config, require_lora
 from onetrunk.models.base_model import repair_padding
 from onetrunk.models.loading import (
@@ -132,10 +133,9 @@ def load_with_new_head(name: str, **settings: Any) -> PreTrainedModel:
     settings.pop("code_revision", None)
     with quiet_load():
         model, missing_keys = _load("model", name, source, settings)
-    layer = score_layer(model)
-    head = next(n for n, module in model.named_modules() if module is layer).split(".")[0]
-    # BERT's relatives also lack a pooler, which trains with the head.
-    missing_keys = [key for key in missing_keys if not key.startswith(head) and ".pooler." not in key]
+    # What is outside the body is the head. BERT's relatives also lack a pooler inside it, which trains with the head.
+    body = f"{model.base_model_prefix}."
+    missing_keys = [key for key in missing_keys if key.startswith(body) and ".pooler." not in key]
     if missing_keys:
         raise ValueError(
             f"the checkpoint of {name} lacks {len(missing_keys)} weights below the head, the first is"
@@ -150,7 +150,7 @@ def _load(kind: str, name: str, source: dict[str, Any], settings: dict[str, Any]
     if "ForSequenceClassification" in "".join(config.architectures or []):
         check_scorer(config, name)
     if kind == "reward model" and "ForTokenClassification" in "".join(config.architectures or []):
-        raise ValueError(f"{kind} {name} classifies tokens: as a process reward model it is 'prm:{name}'")
+        raise ValueError(f"{kind} {name} classifies tokens; write 'prm:{name}' for a process reward model")
     model, loading = load_weights(AutoModelForSequenceClassification, kind, name, num_labels=1, **source, **settings)
     return model, sorted(map(str, loading["missing_keys"]))
 
@@ -233,7 +233,7 @@ def load_adapter_scorer(
     Its rows end with the end token, as the completions that the trunk scores do. Raises as `read_score_adapter`.
     """
     adapter, source = read_score_adapter(name), expand(name)
-    base = load_with_new_head(adapter.base)
+    base = load_with_new_head(adapter.base, revision=adapter.config.revision)
     keep_head_float32(base)
     # The model that PEFT wraps: its layers carry the adapter, and its head is that of the adapter.
     model = put_adapter_on(base, source).get_base_model()
@@ -241,7 +241,7 @@ def load_adapter_scorer(
     model.requires_grad_(False)
     tokenizer = adapter_tokenizer(name)
     if tokenizer is None:
-        tokenizer = read_tokenizer(adapter.base)
+        tokenizer = read_tokenizer(adapter.base, **pinned_source(adapter.config.revision, None))
     else:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return (model if device is None else model.to(device)).eval(), tokenizer
@@ -397,10 +397,11 @@ def _render(
         joined = {**opened, **rest, "content": (opened["content"] or "") + (rest["content"] or "")}
         messages[len(prompt) - 1 : len(prompt) + 1] = [joined]
     if is_stopped:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **variables)
+        return tokenizer.apply_chat_template(without_nulls(messages), tokenize=False, **variables)
     # transformers' continue_final_message raises where a template rewrites the message (moves the reasoning, say).
     messages[-1] = {**messages[-1], "content": (messages[-1]["content"] or "") + CUT_MARK}
-    text, mark, _ = tokenizer.apply_chat_template(messages, tokenize=False, **variables).rpartition(CUT_MARK)
+    text = tokenizer.apply_chat_template(without_nulls(messages), tokenize=False, **variables)
+    text, mark, _ = text.rpartition(CUT_MARK)
     if not mark:
         raise ValueError(
             f"the chat template of reward model {name!r} leaves out the end of the last message, so a completion that"
@@ -554,7 +555,7 @@ class ScoreScale:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.mean) and math.isfinite(self.std) and self.std > SMALLEST_STD):
             raise ValueError(
-                f"scores with mean {self.mean} and standard deviation {self.std} tell nothing apart; look at the"
+                f"scores with mean {self.mean} and standard deviation {self.std} distinguish nothing; check the"
                 " reward model and its rows"
             )
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from onetrunk.data.prompts import encode_prompt
 from onetrunk.models.base_model import load_tokenizer
 from onetrunk.models.build import build_trunk
-from onetrunk.models.loading import adapter_base, check_source, source_file
+from onetrunk.models.loading import adapter_base, base_revision, check_source, source_file
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.models.value_head import VALUE_HEAD_FILE
 from onetrunk.ops.packing import make_pack
@@ -21,7 +21,7 @@ from onetrunk.types import Prompt, to_device
 
 
 class ValueModel:
-    """What the policy expects to earn from any place in a text on.
+    """The reward that the policy still expects at any place in a text.
 
     Args:
         model: a trunk; in training it may be wrapped.
@@ -86,5 +86,6 @@ def load_value_model(name: str | Path, revision: str | None = None, **model_init
     if revision is not None:
         model_init_kwargs["revision"] = revision
     model: TrunkModel = build_trunk(name, model_init_kwargs=model_init_kwargs)
-    has_tokenizer = source_file(name, "tokenizer_config.json", revision) is not None
-    return ValueModel(model.eval(), load_tokenizer(name, revision) if has_tokenizer else load_tokenizer(base))
+    if source_file(name, "tokenizer_config.json", revision) is None:
+        name, revision = base, base_revision(name, revision)
+    return ValueModel(model.eval(), load_tokenizer(name, revision))

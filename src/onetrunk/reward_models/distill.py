@@ -274,7 +274,8 @@ class Teacher:
         probability = torch.sigmoid((sides[0] - sides[1]) / self.temperature).mean(dim=0)
         scores = {f"{name}_score": self._centred(side).tolist() for name, side in zip(SIDES, sides, strict=True)}
         columns = {name: rows[name] for name in PAIR}
-        return Dataset.from_dict({**columns, **stopped, **scores, "probability": probability.tolist()})
+        columns |= {**stopped, **scores, "probability": probability.tolist()}
+        return Dataset.from_dict(columns, on_mixed_types="use_json")  # As `load_rows` reads calls of tools.
 
 
 def label_rows(teacher: Teacher, pairs: Dataset, singles: Dataset | None = None) -> Dataset:
@@ -295,7 +296,7 @@ def label_rows(teacher: Teacher, pairs: Dataset, singles: Dataset | None = None)
         for prompt, chosen, ended, score in zip(*single, teacher.scores(*single).tolist(), strict=True)
     ]
     # A column that a row lacks is null in it.
-    return Dataset.from_list([*teacher.label_pairs(pairs), *rows])
+    return Dataset.from_list([*teacher.label_pairs(pairs), *rows], on_mixed_types="use_json")
 
 
 def label_streamed(teacher: Teacher, pairs: ShardedRows) -> ShardedRows:

@@ -8,6 +8,7 @@ PPO), the loss and the logged metrics.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
 from datasets import Dataset, Features, List, Value
+from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
@@ -29,12 +31,11 @@ from onetrunk.checkpoints.trl_trainers import ResumableTRLTrainer
 from onetrunk.data.pairs import read_pairs
 from onetrunk.data.rows import SIDES, check_preferences, variables_of
 from onetrunk.data.sharded import ShardedRows
-from onetrunk.models.adapters import require_lora
-from onetrunk.models.reward_model import READS_END, keep_head_float32, length_limit, score_layer
+from onetrunk.models.adapters import keep_revision, require_lora
+from onetrunk.models.reward_model import READS_END, encode_rows, keep_head_float32, length_limit, score_layer
 from onetrunk.ops.losses import bradley_terry_loss
 from onetrunk.ops.masking import length_mask
 from onetrunk.ops.packing import pad_ids
-from onetrunk.rewards.model import encode_rows
 from onetrunk.utils.options import option, replace_none, require_seed
 from onetrunk.utils.redaction import SecretFreeArguments
 
@@ -42,6 +43,11 @@ logger = logging.getLogger(__name__)
 
 NAN = float("nan")
 ENCODED = ("chosen_ids", "rejected_ids")
+# Options of TRL that do nothing here, and why.
+WITHOUT_MEANING = {
+    "chat_template_path": "rows are encoded before TRL reads it; put chat_template.jinja into the tokenizer's folder",
+    "label_smoothing_factor": "labels are probabilities; give the rows a column probability, with 0.9 in place of 1",
+}
 
 
 @dataclass(repr=False)
@@ -68,6 +74,9 @@ class RewardModelConfig(CheckpointConfig, SecretFreeArguments, RewardConfig):
         super().__post_init__()
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns is true, which would drop the labels; leave it out")
+        for name, reason in WITHOUT_MEANING.items():
+            if getattr(self, name):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: {reason}")
         coefficient = self.center_rewards_coefficient
         if coefficient is not None and not coefficient >= 0:
             raise ValueError(f"center_rewards_coefficient is {coefficient}; set 0 or more (0.01 is common)")
@@ -176,10 +185,12 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         train_dataset: preference rows; ShardedRows are read while training.
         eval_dataset: held-out rows, or several such datasets by name.
         processing_class: the model's tokenizer; its pad token becomes the model's.
-        **trl: further keywords of TRL's RewardTrainer (peft_config, callbacks, optimizers, ...).
+        **trl: further keywords of TRL's RewardTrainer (peft_config, callbacks, optimizers, ...). A copy of peft_config
+            gets the task_type SEQ_CLS, with which PEFT trains and saves the head.
 
     Raises:
-        ValueError: bad rows, a tokenizer that cannot pad, or a max_length above the model's limit or below every row.
+        ValueError: bad rows, a tokenizer that cannot pad, a max_length above the model's limit or below every row, or
+            a PeftModel whose head is frozen.
     """
 
     def __init__(
@@ -193,7 +204,15 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
     ):
         if trl.get("peft_config") is not None:
             require_lora(trl["peft_config"], "peft_config")
-        check_tokenizer(processing_class)
+            trl["peft_config"] = copy.deepcopy(trl["peft_config"])
+            trl["peft_config"].task_type = "SEQ_CLS"
+            keep_revision(trl["peft_config"], model)
+        if isinstance(model, PeftModel) and model.active_peft_config.task_type != "SEQ_CLS":
+            raise ValueError(
+                f"the model has an adapter of the task_type {model.active_peft_config.task_type}, which leaves the"
+                " score head frozen; make it with SEQ_CLS, or give the model and a peft_config"
+            )
+        set_tokens(processing_class, args)
         check_length(args, model, processing_class)
         reads_end = args.end_token or trl.get("peft_config") is not None or hasattr(model, "peft_config")
         model.config.update({READS_END: reads_end})
@@ -250,7 +269,9 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
             load_from_cache_file=False,
             desc=f"{kind} rows",
         )
-        return drop_overlong(encoded, args.max_length, kind)
+        encoded = drop_overlong(encoded, args.max_length, kind)
+        needs_lengths = args.train_sampling_strategy not in ("random", "sequential")
+        return encoded.add_column(args.length_column_name, row_lengths(encoded)) if needs_lengths else encoded
 
     def check_rows(self, dataset: Dataset, args: RewardModelConfig) -> None:
         """Raise ValueError for rows that cannot be learned from."""
@@ -354,10 +375,19 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
         super().log(logs, start_time)
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raise ValueError for a tokenizer that is missing or cannot pad."""
+def set_tokens(tokenizer: PreTrainedTokenizerBase | None, args: RewardModelConfig) -> None:
+    """Give the tokenizer the tokens of the settings; raise ValueError if it is missing or cannot pad.
+
+    TRL does so too, but only after the rows are encoded.
+    """
     if tokenizer is None:
         raise ValueError("the trainer needs the model's tokenizer; pass processing_class")
+    for name in ("eos_token", "pad_token"):
+        token = getattr(args, name)
+        if token is not None and token not in tokenizer.get_vocab():
+            raise ValueError(f"{name} is {token!r}, and the tokenizer has no such token; name one of its vocabulary")
+        if token is not None:
+            setattr(tokenizer, name, token)
     if tokenizer.pad_token_id is None:
         raise ValueError(
             "the tokenizer has no padding token, and a reward model reads its score at the last token before the"
@@ -382,12 +412,7 @@ def drop_overlong(rows: Dataset, max_length: int | None, kind: str) -> Dataset:
     """Return the rows whose completions, with their prompt, fit max_length tokens; warn of dropped rows."""
     if max_length is None:
         return rows
-    lengths = np.concatenate(
-        [
-            np.maximum(*(pc.list_value_length(table[name]).to_numpy() for name in ENCODED))
-            for table in rows.with_format("arrow").iter(batch_size=10_000)
-        ]
-    )
+    lengths = row_lengths(rows)
     kept = np.flatnonzero(lengths <= max_length)
     if not len(kept):
         raise ValueError(
@@ -398,3 +423,10 @@ def drop_overlong(rows: Dataset, max_length: int | None, kind: str) -> Dataset:
         counts = (len(rows) - len(kept), len(rows), kind, max_length)
         logger.warning("dropped %d of %d %s rows longer than max_length %d tokens", *counts)
     return rows.select(kept)
+
+
+def row_lengths(rows: Dataset) -> np.ndarray:
+    """Return the tokens [n] of the longer side of each encoded row."""
+    tables = rows.with_format("arrow").iter(batch_size=10_000)
+    sides = ([pc.list_value_length(table[name]).to_numpy() for name in ENCODED] for table in tables)
+    return np.concatenate([np.maximum(*lengths) for lengths in sides])

@@ -20,6 +20,8 @@ class JudgeReward(BuiltInReward):
     answers every question is asked. The name is for metrics.
     """
 
+    reads = ("reference",)
+
     def __init__(self, judge: Judge, constitution: Constitution, *, memory: Ledger | None = None, name: str = "judge"):
         self.judge, self.constitution, self.memory = judge, constitution, memory
         self.__name__ = name

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onetrunk.data.rows import variables_of
 from onetrunk.models.loading import is_same_source, load_config, read_tokenizer, scorer_fingerprint, tensors_digest
 from onetrunk.models.reward_model import (
+    READS_END,
     ScoreAdapter,
     adapter_tokenizer,
     check_scorer,
@@ -55,7 +57,7 @@ class ModelReward(BuiltInReward):
     A completion that was cut off (False in `completion_stopped`) is read without an end token.
 
     Args:
-        model_or_path: a model, or the path or Hub name of one (see `load_scorer`).
+        model_or_path: a model, a PeftModel of one, or the path or Hub name of one (see `load_scorer`).
         tokenizer: the model's own; None: the one next to the model.
         max_length: tokens of prompt and completion; None: what model and tokenizer allow.
         batch_size: texts per forward.
@@ -70,7 +72,7 @@ class ModelReward(BuiltInReward):
 
     def __init__(
         self,
-        model_or_path: PreTrainedModel | str | Path,
+        model_or_path: PreTrainedModel | PeftModel | str | Path,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         max_length: int | None = None,
@@ -80,6 +82,10 @@ class ModelReward(BuiltInReward):
     ) -> None:
         if batch_size < 1 or (max_length is not None and max_length < 1):
             raise ValueError(f"batch_size {batch_size} and max_length {max_length} must be at least 1")
+        if isinstance(model_or_path, PeftModel):
+            # Its layers carry the adapter, which reads its score at the end token.
+            model_or_path = model_or_path.get_base_model()
+            model_or_path.config.update({READS_END: True})
         is_model = isinstance(model_or_path, PreTrainedModel)
         source = model_or_path.name_or_path if is_model else scorer_source(model_or_path)
         if tokenizer is None and not source:
@@ -168,16 +174,17 @@ def trunk_reward(name: str, policy: Policy) -> TrunkReward:
         raise ValueError(
             f"reward adapter {name} was trained on the base model {adapter.base}, and the policy's is"
             f" {policy.base or 'without a name'}: it can't be a branch of this trunk; merge it into its base model and"
-            " give that folder, which then runs as a model of its own"
+            " give that folder, which then runs as a separate model"
         )
     tokenizer = policy.reward_tokenizer or adapter_tokenizer(name)
     if tokenizer is None:
-        return TrunkReward(replace(adapter, pad_token_id=load_config(adapter.base).pad_token_id))
+        config = load_config(adapter.base, adapter.config.revision)
+        return TrunkReward(replace(adapter, pad_token_id=config.pad_token_id))
     difference = tokenizer_difference(tokenizer, policy.tokenizer)
     if difference is not None:
         raise ValueError(
             f"the tokenizer of reward adapter {name} is not the policy's ({difference}), whose tokens it would read;"
-            " merge it into its base model and give that folder, which then runs with a tokenizer of its own"
+            " merge it into its base model and give that folder, which then runs with its own tokenizer"
         )
     if tokenizer.chat_template != policy.tokenizer.chat_template:
         logger.warning(
@@ -191,7 +198,7 @@ def tokenizer_difference(one: PreTrainedTokenizerBase, other: PreTrainedTokenize
     """Return an example of what two tokenizers treat differently; None if vocabularies and sample texts agree."""
     tokens = sorted(set(one.get_vocab().items()) ^ set(other.get_vocab().items()))
     if tokens:
-        return f"token {tokens[0][0]!r} is in one of them alone"
+        return f"only one of them has the token {tokens[0][0]!r}"
     texts = [text for text in SAMPLE_TEXTS if one(text)["input_ids"] != other(text)["input_ids"]]
     return f"{texts[0]!r} differs" if texts else None
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel, PreTr
 
 from onetrunk.data.foreign import ForeignText
 from onetrunk.data.prompts import without_second_bos
-from onetrunk.data.rows import variables_of
+from onetrunk.data.rows import variables_of, without_nulls
 from onetrunk.models.loading import load_weights, read_config, read_tokenizer, scorer_fingerprint
 from onetrunk.models.reward_model import length_limit, scorer_source
 from onetrunk.rewards.model import SAMPLE_TEXTS
@@ -136,10 +136,10 @@ class ProcessReward(BuiltInReward):
         if not self.tokenizer.chat_template:
             raise ValueError(
                 f"the prompts are conversations and the tokenizer of the {KIND} {self.__name__!r} has no chat"
-                " template; save the one that it was trained with beside it"
+                " template; save the one that it was trained with next to it"
             )
         opens = {"continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt": True}
-        return self.tokenizer.apply_chat_template(prompt, tokenize=False, **{**opens, **variables})
+        return self.tokenizer.apply_chat_template(without_nulls(prompt), tokenize=False, **{**opens, **variables})
 
     @torch.no_grad()
     def _probabilities(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qsl
 
-from onetrunk.data.rows import variables_of
+from onetrunk.data.rows import variables_of, without_nulls
 from onetrunk.models.loading import load_config, read_tokenizer
 from onetrunk.models.reward_model import encode_rows, length_limit, reads_end_token
 from onetrunk.rewards.reward import BuiltInReward, Completion, PerToken, PerTurn
@@ -73,7 +73,7 @@ def remote_reward(spec: str, policy: Policy | None = None) -> RemoteReward:
         try:
             options[key] = OPTIONS[key](value)
         except ValueError:
-            raise ValueError(f"{WHAT}: {value!r} is no value for {key}") from None
+            raise ValueError(f"{WHAT}: {value!r} is not a value for {key}") from None
     reward = RemoteReward(url, **options)
     reward.check()
     return reward
@@ -193,7 +193,7 @@ class RemoteReward(BuiltInReward):
         failed += await self._score(alone, rows, scores)
         num_failed = sum(len(batch) for batch, _ in failed)
         if num_failed == len(prompts) > 1 and all(error.kind == "refused" for _, error in failed):
-            raise RuntimeError(f"{self.server} refuses every row: {failed[-1][1]}")
+            raise RuntimeError(f"{self.server} rejects every row: {failed[-1][1]}")
         if failed:
             logger.warning(
                 "%s: %d of %d rows have no score (%s)", self.server, num_failed, len(prompts), failed[-1][1]
@@ -227,7 +227,7 @@ class RemoteReward(BuiltInReward):
         answer = await to.ask("POST", "", _request_body(self.kind, rows, self.model, token_ids))
         reported = answer.get("model") if isinstance(answer, dict) else None
         if self.model is not None and isinstance(reported, str) and not is_same_model(self.model, reported):
-            raise CallError(f"scores of model {reported!r}, where {self.model!r} was asked")
+            raise CallError(f"scores from model {reported!r}, but {self.model!r} was asked")
         return _scores(self.kind, answer, len(prompts))
 
 
@@ -258,13 +258,13 @@ def _request_body(kind: str, rows: Rows, model: str | None, token_ids: list[list
     if isinstance(prompts[0], str):
         return {**raw, "input": [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]}
     cut = {} if stopped[0] else {"continue_final_message": True}
-    return {**raw, "messages": [*prompts[0], *completions[0]], **cut}
+    return {**raw, "messages": without_nulls([*prompts[0], *completions[0]]), **cut}
 
 
 def _scores(kind: str, answer: Any, num_rows: int) -> list[Score]:
     """Return the n scores in an answer, None where a JSON service gives null; another form raises a CallError."""
     entries = answer.get("data" if kind == "classify" else "scores") if isinstance(answer, Mapping) else answer
-    other_form = CallError(f"an answer of another form than {FORMS[kind]}")
+    other_form = CallError(f"an answer that is not of the form {FORMS[kind]}")
     if not isinstance(entries, list) or (kind == "classify" and entries is answer):
         raise other_form
     if len(entries) != num_rows:
@@ -283,7 +283,7 @@ def _score(kind: str, entry: Any) -> Score:
     [(form, numbers)] = entry.items() if isinstance(entry, dict) and len(entry) == 1 else [("", [entry])]
     may_be = (int, float) if form else (int, float, type(None))
     if (form and form not in DENSE) or not isinstance(numbers, list) or any(type(x) not in may_be for x in numbers):
-        raise CallError(f"a score that is no number ({str(entry)[:40]}); expected {FORMS[kind]}")
+        raise CallError(f"a score that is not a number ({str(entry)[:40]}); expected {FORMS[kind]}")
     if form:
         return DENSE[form](numbers)
     return None if entry is None else float(entry)
@@ -291,10 +291,7 @@ def _score(kind: str, entry: Any) -> Score:
 
 def _probability(probs: Any) -> Any:
     if not isinstance(probs, list) or not probs:
-        raise CallError(f"an answer of another form than {FORMS['classify']}")
+        raise CallError(f"an answer that is not of the form {FORMS['classify']}")
     if len(probs) > 1:
-        raise CallError(
-            f"probabilities of {len(probs)} labels, which is a classifier and no reward model: a reward model has one",
-            "stop",
-        )
+        raise CallError(f"probabilities of {len(probs)} labels: that is a classifier; a reward model has one", "stop")
     return probs[0]

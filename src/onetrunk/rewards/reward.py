@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onetrunk.rewards.specs import KINDS, Policy
 from onetrunk.types import Completion, Prompt
@@ -53,8 +53,10 @@ class RewardFunction(Protocol):
 
 
 class BuiltInReward:
-    """A reward class of this package; it reads no column of the dataset."""
+    """A reward class of this package."""
 
+    # The columns of the dataset on which its scores depend.
+    reads: tuple[str, ...] = ()
     # Whether a model of this process scores, rather than a server that is waited for.
     runs_here = False
     # Whether it is a reward adapter, which the trunk scores.
@@ -198,6 +200,11 @@ def checked_callable(function: object, spec: object) -> RewardFunction:
     """Return a reward function; raises TypeError for what cannot be one, with the `spec` that led to it."""
     if not callable(function):
         raise TypeError(f"reward function {spec!r} is of type {type(function).__name__}; expected something to call")
+    if isinstance(function, nn.Module):
+        raise TypeError(
+            f"a reward function is a torch module ({type(function).__name__}); give a function that calls it, or a"
+            " sequence-classification model with one label"
+        )
     if inspect.isclass(function):
         raise TypeError(f"reward function {spec!r} is a class; give an instance of it, or a function")
     return function
@@ -225,7 +232,7 @@ def content_of(reward: Callable[..., Any]) -> str:
 def columns_read(reward: Callable[..., Any], columns: Sequence[str]) -> list[str]:
     """Return the columns of the dataset that a reward function reads: those it names; with `**kwargs`, all of them."""
     if isinstance(reward, BuiltInReward):
-        return []
+        return [name for name in columns if name in reward.reads]
     parameters = parameters_of(reward)
     if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters):
         return list(columns)

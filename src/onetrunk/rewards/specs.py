@@ -6,6 +6,7 @@ torch, and the planner asks too.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ class Kind:
 
 
 def _is_model(text: str) -> bool:
-    return Path(text).expanduser().is_dir() or ("/" in text and ":" not in text and not text.endswith(".py"))
+    return Path(os.path.expanduser(text)).is_dir() or ("/" in text and ":" not in text and not text.endswith(".py"))
 
 
 KINDS = (

@@ -130,10 +130,10 @@ def _merge_obstacle(model: TrunkModel) -> str | None:
         error = None
     if error is None:
         free_memory()
-        return "the memory does not hold a copy of the adapted matrices"
+        return "there is no memory for a copy of the adapted matrices"
     if error <= TOLERANCE * separate.abs().max().item():
         return None
-    return f"merged into them it gives other logits (largest difference {error:.3g})"
+    return f"the merged weights give other logits (largest difference {error:.3g})"
 
 
 @contextlib.contextmanager

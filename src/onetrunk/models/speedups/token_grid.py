@@ -263,7 +263,7 @@ _IS_PADDED: ContextVar[bool | None] = ContextVar("is_padded", default=None)
 
 @contextlib.contextmanager
 def known_masks(is_packed: bool | None = None, is_padded: bool | None = None) -> Iterator[None]:
-    """Run the model's forwards in the block without a look at its masks, as far as the answers are given.
+    """Let forwards in the block skip inspecting their masks where the arguments give the answer.
 
     Args:
         is_packed: whether several rows share a sequence.
