@@ -34,3 +34,8 @@ def test_the_gallery_says_what_was_not_run_as_the_files_do(name):
 def test_a_readme_shows_the_glue(file):
     path = FOLDER / file
     assert path.read_text() in path.with_name("README.md").read_text()
+
+
+def test_the_template_of_textarena_marks_once_what_the_assistant_says():
+    template = (FOLDER / "textarena/chat_template.jinja").read_text()
+    assert all(template.count(mark) == 1 for mark in ("{% generation %}", "{% endgeneration %}"))

@@ -1,16 +1,19 @@
 """smollm2-135m-cpu: the rubric by hand, which replies SFT learns from, and the chain on the pretrained model."""
 
 import json
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from onetrunk import cli
+from onetrunk.stages.pipeline import PipelineState, load_pipeline
 from tests.recipes.pretrained import make_base_of_wheel
 from tests.rollouts.test_vllm_server import Serving
-from tests.stages.recipes import load_recipe_module
+from tests.stages.recipes import ROOT, load_recipe_module
 
 NAME = "smollm2-135m-cpu"
+FOLDER = ROOT / "recipes" / NAME
 prepare = load_recipe_module(NAME, "prepare")
 rewards = load_recipe_module(NAME, "rewards")
 
@@ -55,6 +58,16 @@ def test_sft_learns_from_whole_sentences_on_the_subject_each_once(empty_folder):
     assert best_replies.main() == 0
     (kept,) = map(json.loads, (empty_folder / "runs" / NAME / "sft.jsonl").read_text().splitlines())
     assert kept == {"prompt": prompt, "completion": reply(good)}
+
+
+def test_the_replies_are_chosen_again_if_the_pairs_or_the_rubric_change(empty_folder):
+    pairs = empty_folder / "runs" / NAME / "prefs/data/preferences.jsonl"
+    pairs.parent.mkdir(parents=True)
+    pairs.touch()
+    pipeline = load_pipeline(f"{NAME}/pipeline.yaml")
+    (best,) = (stage for stage in pipeline.stages if stage.name == "best")
+    inputs = {Path(name).resolve() for name in PipelineState(pipeline).plan(best).inputs}
+    assert inputs == {pairs, *(FOLDER / name for name in ("best_replies.py", "rewards.py"))}
 
 
 # Of each stage: enough to run through all of it.

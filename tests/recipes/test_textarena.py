@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.recipes.pretrained import run_chain
-from tests.stages.recipes import ROOT, load_recipe_module
+from tests.stages.recipes import load_recipe_module
 
 # Not a dev dependency: it brings nltk, chess and websockets, and one recipe alone needs it.
 pytest.importorskip("textarena", reason="pip install textarena")
@@ -49,12 +49,6 @@ def test_a_lost_game_earns_how_near_its_last_guess_was():
 def test_the_seed_of_the_row_chooses_the_number():
     assert [number_of(seed) for seed in range(5)] == [number_of(seed) for seed in range(5)]
     assert len({number_of(seed) for seed in range(100)}) == 10
-
-
-def test_the_template_only_marks_what_the_assistant_says():
-    template = (ROOT / "recipes/textarena/chat_template.jinja").read_text()
-    marks = ("{% generation %}", "{% endgeneration %}")
-    assert all(template.count(mark) == 1 for mark in marks)
 
 
 # Of each stage: enough to run through all of it.

@@ -88,7 +88,7 @@ def damages(content, draws, count):
         yield f"line {index}, {at}: {new}", b"".join([*lines[:index], wrong, *lines[index + 1 :]])
 
 
-@pytest.mark.parametrize(("count", "step"), [(1, 7), pytest.param(8, 1, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(("count", "step"), [(1, 13), pytest.param(8, 1, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_damaged_file_of_a_record_gives_a_page_or_one_message(tmp_path, capsys, kind, count, step):
     """Every file of a run in turn has `count` damages of each drawn kind; of all damages every `step`-th is tried."""

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.hacking_monitor import HackingMonitor
 from onetrunk.report.record import RunRecord, changed_settings
-from onetrunk.report.runs import read_run
+from onetrunk.report.runs import read_lines, read_run
 from tests.ppo.support import make_config, make_trainer, prompts
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "num_ppo_epochs": 2, "eval_strategy": "steps", "eval_steps": 4}
@@ -62,13 +64,23 @@ def test_an_alarm_is_recorded_with_its_explanation(run):
     assert (alarm.name, alarm.step) == ("entropy", 4) and "the policy's entropy" in alarm.text
 
 
+def test_a_monitor_alarm_from_before_a_resume_is_not_recorded_again(tmp_path):
+    trainer, monitor = make_trainer(tmp_path), HackingMonitor(None, Constitution("none", ()))
+    trainer.add_callback(monitor)
+    monitor.num_alarms, monitor.explanation = 1, "from step 30 to step 40 the reward rose"
+    (tmp_path / "_report").mkdir()
+    for trainer.state.global_step, count in ((4, 0), (40, 1)):
+        RunRecord(trainer, "ppo").on_step_end(trainer.args, trainer.state, trainer.control)
+        assert len(read_lines(tmp_path / "_report" / "log.jsonl")) == count
+
+
 def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, caplog):
     (tmp_path / "_report").write_text("a file where the folder should be")
     trainer = make_trainer(tmp_path, num_rollouts=2)
     trainer.add_callback(RunRecord(trainer, "ppo"))
     trainer.train()
     assert trainer.state.global_step == 2
-    assert caplog.text.count("the report will lack what comes from now on") == 1
+    assert caplog.text.count("the report will lack all that follows") == 1
 
 
 def test_a_setting_counts_as_changed_if_it_differs_from_its_default(tmp_path):

@@ -150,6 +150,17 @@ def test_a_run_whose_process_is_gone_is_not_running_though_its_last_sign_is_new(
     assert read_run(folder).status.startswith("trained up to step 8; not running now")
 
 
+def test_a_run_from_python_is_finished_with_its_result_and_has_no_metrics_of_an_earlier_end(tmp_path):
+    folder = write_ppo_run(tmp_path / "run")
+    (folder / "_finished.json").unlink()  # As where it is continued.
+    assert read_run(folder).results == {} and read_run(folder).status.startswith("trained up to step 8")
+    (folder / "manifest.json").write_text("{}")
+    for event, status in (("end", "finished at step 8"), ("begin", "trained up to step 8; not running")):
+        with (folder / "_report" / "log.jsonl").open("a") as file:
+            file.write(f'{{"event": "{event}", "step": 8, "time": 90.0}}\n{{"step": 8, "eval_x": 1}}\n')
+        assert read_run(folder).status.startswith(status) and "policy" in read_run(folder).results
+
+
 def test_a_run_without_a_record_is_read_from_its_last_checkpoint(tmp_path):
     for step in (2, 8):
         checkpoint = tmp_path / f"checkpoint-{step}"
@@ -203,7 +214,7 @@ def test_the_command_says_where_the_page_is_and_what_is_wrong_with_its_arguments
     assert cli.main(["report", str(folder), "--output_dir", str(tmp_path / "out")]) == 0
     assert f"report: wrote {tmp_path}/out/report.html" in capsys.readouterr().out
     assert cli.main(["report", str(tmp_path / "absent")]) == 2
-    assert "absent is no folder" in capsys.readouterr().err
+    assert "absent does not exist" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path)]) == 1
     assert "holds no run: there is no _report/log.jsonl" in capsys.readouterr().err
 
@@ -249,5 +260,7 @@ def test_the_page_of_preference_rows_has_pairs_and_a_histogram_of_the_labels(tmp
 
 def test_the_plots_have_no_background_of_their_own(page):
     # The first path of a plot is its figure, the second its axes; both are left to the page.
-    for plot in svgs(page).values():
+    plots = svgs(page)
+    assert plots
+    for plot in plots.values():
         assert re.search(r'id="[^"]*patch_2"[^>]*>\s*<path[^>]*style="fill: none', plot)

@@ -131,6 +131,16 @@ def test_an_evaluation_that_lost_is_bad_and_so_is_its_pipeline_which_quotes_one_
     assert "3 pairs have no verdict" in verdict.findings[1] and str(verdict).count("of the pairs") == 1
 
 
+def test_scores_and_lengths_of_an_evaluation_begin_at_the_opponent(tmp_path):
+    sides = {"reference": (0.1, 10), "opponent": (0.2, 20), "policy": (0.8, 30)}
+    (tmp_path / "metrics.json").write_text(
+        json.dumps({s: {"score/mean": m, "completion/length": n} for s, (m, n) in sides.items()})
+    )
+    write_lines(tmp_path / "samples-policy.jsonl", [{"prompt": "p", "completion": "c", "score": None}])
+    found = " ".join(verdict_of(read_run(tmp_path)).findings)
+    assert "from 0.2 to 0.8" in found and "20 tokens long before and 30 now" in found
+
+
 HELD_OUT = {"accuracy": 0.88, "accuracy_interval": [0.85, 0.91]}
 STUDENT = {"agreement": 0.97, "agreement_interval": [0.95, 0.98]}
 COUNTS = {"pairs": 10, "labelled": 9}
@@ -196,6 +206,12 @@ def test_fine_tuning_is_judged_by_its_losses(tmp_path, losses, held_out, level):
     (tmp_path / "_report" / "run.json").write_text(json.dumps({"verb": "sft"}))
     (tmp_path / "all_results.json").write_text(json.dumps({"eval_loss": held_out}))
     assert verdict_of(read_run(tmp_path)).level == level
+
+
+def test_a_training_that_was_killed_before_its_first_log_is_not_done(tmp_path):
+    write_lines(tmp_path / "_report" / "log.jsonl", [{"event": "begin", "step": 0, "time": 0.0}])
+    (tmp_path / "_report" / "run.json").write_text(json.dumps({"verb": "sft"}))
+    assert read_run(tmp_path).status.startswith("trained up to step 0; not running now")
 
 
 def test_without_a_measurement_there_is_no_verdict(tmp_path):

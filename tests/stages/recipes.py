@@ -12,7 +12,8 @@ from tests.processes import ROOT
 
 # recipes/launch holds files for schedulers (tests/test_launch_files.py).
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.parent.name != "launch")
-DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if not {"runs", ".venv", "venv"} & set(path.parts))
+FOLDERS = ("accelerate_configs", "recipes", "scripts", "src", "tests")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))])
 # Of the stages.
 TOOLS = ("bench", "check_gpu", "golden")
 SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("*.py") if not path.name.startswith(TOOLS))

@@ -74,7 +74,7 @@ def test_a_line_that_fails_is_one_message_and_the_next_one_is_answered(there, mo
     [
         (None, ["adapter"], "there is no standard input"),
         ("a\n", [], "no model is named; write onetrunk chat FOLDER"),
-        ("a\n", ["base", "--compare"], "compare is set and base is no adapter"),
+        ("a\n", ["base", "--compare"], "compare is set and base is not an adapter"),
         ("a\n", ["absent"], "absent"),
         ("a\n", ["adapter", "--temperature", "-1"], "temperature must be 0 or more"),
         ("a\n", ["adapter", "--reward_funcs", "nothing.py:f"], "nothing.py"),

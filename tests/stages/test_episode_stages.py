@@ -109,7 +109,7 @@ def test_tools_come_from_yaml(material, capsys):
     assert cli.main([*command("ppo", tools=["game.py:add"], reward_funcs=["reward.py:short"]), "--dry_run"]) == 0
     assert "episodes: tools (add); max_turns is not set" in capsys.readouterr().out
     assert cli.main(command("ppo", environment="game.py:Silent")) == 1
-    assert "give no rewards; give reward_funcs, or an environment get_reward" in error_of(capsys)
+    assert "give no rewards; set reward_funcs, or define get_reward" in error_of(capsys)
     assert run("ppo", "--tools", "game.py:add", "--max_tool_calling_iterations", 2) == 0
 
 

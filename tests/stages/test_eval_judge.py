@@ -1,6 +1,8 @@
 """`onetrunk eval` with a judge, opponents and checks: what it writes, what it refuses, and what must hold of it."""
 
 import json
+import math
+import shutil
 from collections import Counter
 
 import pytest
@@ -30,6 +32,10 @@ def warm(prompts, completions, **columns):
 
 def concise(prompts, completions, **columns):
     return [1 / (1 + len(text(c))) for c in completions]
+
+
+def silent(prompts, completions, **columns):
+    return [None] * len(completions)
 '''
 NUM_PROMPTS = 13
 
@@ -106,6 +112,28 @@ def test_a_judge_alone_is_enough_and_leaves_no_scores(evaluate, tmp_path):
     assert row["score"] is None and "score/unscored" not in row
 
 
+def test_a_judge_that_fails_loses_nothing_of_what_was_measured(evaluate, inputs, tmp_path, capsys):
+    rubric = json.dumps(dict.fromkeys(("warm", "concise"), f"{inputs}/checks.py:silent"))
+    assert evaluate("--rubric", rubric, "--reward_funcs", f"{inputs}/checks.py:warm") == 1
+    assert f"the judge rubric decided none of {NUM_PROMPTS} pairs" in error_of(capsys)
+    figures = metrics(tmp_path / "out")
+    assert "score/mean" in figures["policy"] and "score/mean" in figures["reference"] and "win_rate" not in figures
+    assert len(read_rows(tmp_path / "out/pairs.jsonl")) == NUM_PROMPTS
+
+
+def test_the_interval_of_a_mean_score_is_that_of_students_t(evaluate, inputs, tmp_path):
+    words = ["--reward_funcs", f"{inputs}/checks.py:warm", "--dataset_name", "few.jsonl"]
+    runs.write_prompts(tmp_path / "few.jsonl", ["the cat", "a dog", "old house"])
+    assert evaluate(*words, config="eval") == 0
+    policy = metrics(tmp_path / "out")["policy"]
+    low, high = policy["score/interval"]
+    # Two degrees of freedom.
+    assert policy["score/std"] > 0 and (high - low) / 2 == pytest.approx(4.303 * policy["score/std"] / math.sqrt(3))
+    runs.write_prompts(tmp_path / "few.jsonl", ["the cat"])
+    assert evaluate(*words, config="eval") == 0
+    assert metrics(tmp_path / "out")["policy"]["score/interval"] == [None, None]
+
+
 def test_an_evaluation_in_the_same_folder_leaves_no_side_of_the_one_before(evaluate, inputs, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
@@ -114,6 +142,15 @@ def test_an_evaluation_in_the_same_folder_leaves_no_side_of_the_one_before(evalu
     words = ["--model_name_or_path", inputs / "model", "--reward_funcs", f"{inputs}/checks.py:warm"]
     assert evaluate(*words, config="eval") == 0
     assert sorted(path.name for path in out.glob("*.jsonl")) == ["samples-policy.jsonl"]
+
+
+def test_the_folder_of_a_training_is_rejected(evaluate, inputs, tmp_path, capsys):
+    shutil.copytree(inputs / "adapter", tmp_path / "out")
+    (tmp_path / "out/metrics.json").write_text("of the training")
+    for options in ([], ["--dry_run"]):
+        assert evaluate(*options) == 1
+        assert "out holds a training (adapter_config.json), whose metrics and report" in error_of(capsys)
+    assert (tmp_path / "out/metrics.json").read_text() == "of the training"
 
 
 @pytest.mark.slow

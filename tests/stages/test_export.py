@@ -143,13 +143,13 @@ def test_a_full_disk_is_one_message_and_leaves_no_part(there, capsys, limit):
     ("words", "code", "message"),
     [
         (["base", "--output_dir", "out"], 1, "base is a model already, and not an adapter"),
-        (["nowhere/at/all", "--output_dir", "out"], 2, "nowhere/at/all is no folder"),
+        (["nowhere/at/all", "--output_dir", "out"], 2, "nowhere/at/all does not exist"),
         (["reward", "--output_dir", "out"], 1, "is an adapter of task type SEQ_CLS"),
         (["adapter", "--output_dir", "out", "--push_to_hub", "true"], 1, "out cannot be pushed to: "),
         (["--output_dir", "out"], 2, "no model is named; write onetrunk export FOLDER"),
         (["adapter", "--output_dir", "out", "--dtype", "int8"], 2, "int8"),
         (["adapter"], 2, "name the folder that gets the result of --to merged"),
-        (["adapter", "--to", "vllm", "--output_dir", "out"], 2, "for vllm a command is printed"),
+        (["adapter", "--to", "vllm", "--output_dir", "out"], 2, "vllm only prints a command"),
         (["adapter", "--to", "gguf", "--output_dir", "out"], 1, "git clone https://github.com/ggml-org/llama.cpp"),
         (["adapter", "--to", "gguf", "--output_dir", "out", "--converter", "no.py"], 1, "is not at no.py"),
     ],
@@ -167,8 +167,8 @@ def test_what_cannot_be_exported_says_why_and_writes_nothing(there, capsys, word
 def test_the_command_for_vllm_names_base_adapter_rank_and_template(there, capsys):
     tiny_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained("adapter")
     assert export("adapter", "--to", "vllm") == 0
-    # The rank of sft_model is 4, and 8 is the smallest that vLLM reserves memory for; the base is float32.
-    expected = f"""vllm serve {there}/base --dtype float32 --generation-config vllm --enable-lora
+    # The rank of sft_model is 4, and 8 is the smallest that vLLM reserves memory for.
+    expected = f"""vllm serve {there}/base --dtype bfloat16 --generation-config vllm --enable-lora
         --lora-modules adapter={there}/adapter --max-lora-rank 8 --chat-template {there}/adapter/chat_template.jinja"""
     assert shlex.split(capsys.readouterr().out) == shlex.split(expected)
     assert export("base", "--to", "vllm", "--dtype", "bfloat16") == 0
@@ -297,7 +297,7 @@ def test_the_gguf_of_llama_cpp_s_converter_computes_what_base_and_adapter_comput
 def test_the_real_vllm_takes_the_command_and_computes_what_base_and_adapter_compute(empty_folder, capsys):
     _, expected = saved_adapter(tiny_tokenizer(chat_template=CHAT_TEMPLATE))
     expected, ids = expected.log_softmax(-1)[0], list(range(2, 14))
-    assert export("adapter", "--to", "vllm") == 0
+    assert export("adapter", "--to", "vllm", "--dtype", "float32") == 0
     words = shlex.split(capsys.readouterr().out)
     # The build for CPUs has another name, by which its own program `vllm serve` does not find itself.
     assert words[:2] == ["vllm", "serve"]

@@ -83,6 +83,14 @@ def test_a_finished_run_without_checkpoints_is_finished_too(there, capsys):
     assert "holds a run already" in capsys.readouterr().err
 
 
+def test_a_finished_run_whose_last_upload_was_killed_is_mirrored_by_the_same_command(there):
+    mirrored = ["--checkpoint_mirror", "mirror"]
+    assert run("sft", *mirrored) == 0
+    (there / "mirror/manifest.json").unlink()
+    assert run("sft", *mirrored, "--resume", "auto") == 0
+    assert (there / "mirror/manifest.json").read_bytes() == (there / "out-sft/manifest.json").read_bytes()
+
+
 @pytest.mark.slow
 def test_an_alarm_of_the_yaml_file_ends_a_run_for_good_and_is_its_last_word(there, capsys):
     # No policy over fewer than 22,026 words has 10 nats of entropy: the alarm comes with the second rollout.

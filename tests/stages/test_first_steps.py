@@ -1,14 +1,24 @@
 """`--dry_run`: what a run of a stage would do, and what would stop it."""
 
 import json
+import shutil
 
 import pytest
 
 from onetrunk.cli import main
 from onetrunk.stages.options.reading import check_files
 from tests.processes import python
-from tests.stages.small_runs import run, words_of
+from tests.stages.small_runs import run, words_of, write_rows
+from tests.tiny import CHAT_TEMPLATE
 
+GAME = """
+class Game:
+    def reset(self, *, seed=None, options=None):
+        return "the", {}
+
+    def step(self, action):
+        return " cat", 1.0, True, False, {}
+"""
 BATCHES = "--rollout_batch_size 4 --num_generations 2 --num_minibatches 2 --num_ppo_epochs 3 --num_rollouts 5"
 BATCHES += " --max_completion_length 8 --per_device_train_batch_size 3 --save_strategy steps --save_steps 6"
 
@@ -48,6 +58,20 @@ def test_a_dry_run_finds_what_would_stop_a_run(in_folder, tmp_path, capsys):
     (old_run / "checkpoint-1").mkdir(parents=True)
     assert run("ppo", "--dry_run", "--output_dir", old_run) == 1
     assert "holds a run already (checkpoint-1)" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_ppo_looks_at_the_prompts_alone(in_folder, tmp_path, capsys):
+    turns = [{"role": "user", "content": "a"}]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "the cat", "messages": turns}] * 8)
+    assert run("ppo", "--dry_run", "--dataset_name", tmp_path / rows) == 0
+    seeds = write_rows(tmp_path / "seeds.jsonl", [{"seed": i} for i in range(8)])
+    (tmp_path / "game.py").write_text(GAME)
+    shutil.copytree("base", tmp_path / "base")
+    (tmp_path / "base/chat_template.jinja").write_text(CHAT_TEMPLATE)
+    words = ["--model_name_or_path", tmp_path / "base", "--environment", f"{tmp_path}/game.py:Game"]
+    words += ["--dataset_name", tmp_path / seeds, "--stop_tokens", "cat"]
+    assert run("ppo", "--dry_run", *words) == 0, capsys.readouterr().err
+    assert "the rows are texts" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import random
 
 import pytest
 
@@ -11,8 +12,8 @@ from onetrunk.data.pairs import Group
 from onetrunk.judges.labels import PairLabel
 from onetrunk.stages.judge import Judged, agreement, findings, judge_metrics, wilson_interval
 from tests.judges.stub_server import StubServer
+from tests.stages.small_runs import error_of, read_rows, write_rows
 from tests.stages.small_runs import metrics as read_metrics
-from tests.stages.small_runs import read_rows, write_rows
 
 LENGTHS = """
 def longer(prompts, completions, **columns):
@@ -98,6 +99,20 @@ def test_a_judge_of_length_is_exposed_and_a_fair_one_is_not():
     assert [line for line in findings(fair) if "calibration error" not in line] == []
 
 
+def test_a_judge_is_badly_calibrated_only_beyond_what_chance_does_to_so_few_rows():
+    def is_blamed(seed, num_rows, too_sure=0.0):
+        draw, rows = random.Random(seed), []
+        for _ in range(num_rows):
+            share = draw.uniform(0.5, 1.0 - too_sure)
+            said = share + too_sure
+            rows.append(row((said, said) if draw.random() < share else (1 - said, 1 - said)))
+        return any("calibration error" in line for line in findings(judge_metrics(rows)))
+
+    # Of 20 rows of a perfect judge the error is 0.2 on average.
+    assert sum(is_blamed(seed, 20) for seed in range(20)) <= 2
+    assert all(is_blamed(seed, 100, too_sure=0.3) for seed in range(10))
+
+
 def test_agreement_counts_equal_verdicts_of_judges_and_of_people():
     groups = [Group(f"prompt {i}", (f"better {i}", f"other {i}"), 1) for i in range(4)]
     always = [Judged(g, (label(0.9, 0.9),)) for g in groups]
@@ -148,6 +163,13 @@ def test_a_judge_that_is_always_for_the_longer_one_is_exposed_in_the_report(judg
     rows = read_rows(tmp_path / "out/pairs.jsonl")
     assert len(rows) == 24 and rows[0]["judges"]["rubric"]["probability"] < 0.5
     assert "prefers the longer completion" in capsys.readouterr().out
+
+
+def test_the_folder_of_a_training_is_rejected(judge, tmp_path, capsys):
+    (tmp_path / "out/checkpoint-3").mkdir(parents=True)
+    for options in ([], ["--dry_run"]):
+        assert judge(WRITTEN, *rubric("longer"), *options) == 1
+        assert "out holds a training (checkpoint-3), whose metrics and report" in error_of(capsys)
 
 
 def test_a_judge_on_a_server_that_takes_the_first_is_exposed_and_costs_are_counted(judge, tmp_path, capsys):

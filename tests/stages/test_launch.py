@@ -63,7 +63,7 @@ def test_a_broken_config_of_accelerate_is_one_message_and_leaves_signal_handlers
         ("--num_processes 2 --main_process_port 70000", "main_process_port is '70000'; expected 0 to 65535"),
         ("--num_processes 2 --main_process_port -1", "main_process_port is '-1'"),
         ("--num_processes 2 --num_machines 0", "num_machines is '0'"),
-        ("--num_processes 3 --num_machines 2", "num_processes 3 is no multiple of num_machines 2"),
+        ("--num_processes 3 --num_machines 2", "num_processes 3 is not a multiple of num_machines 2"),
         ("--num_processes 2 --num_machines 2 --machine_rank 5", "machine_rank is '5'; expected 0 to 1"),
         ("--num_processes 2 --max_restarts -1", "max_restarts is '-1'"),
         ("--num_processes 2 --rdzv_backend nope", "nope"),

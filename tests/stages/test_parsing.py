@@ -65,7 +65,7 @@ def test_lora_stands_on_all_linear_layers_without_dropout_by_default(tmp_path):
         ("lam:\n", "line 1: lam is empty; give a value or remove the line"),
         ("dataset_name: [a, b]\n", "line 1: dataset_name is ['a', 'b'] (list); expected str"),
         ("env: {A: 1}\n", "line 1: env: set environment variables before the command"),
-        ("beta: 1\n<<: {lam: 0.9}\n", "line 2: the key '<<' is no text for YAML (merge)"),
+        ("beta: 1\n<<: {lam: 0.9}\n", "line 2: the key '<<' is not text for YAML (merge)"),
         ("beta: 9999-99-99\n", "holds a value that cannot be read"),
         ("reward_funcs: [1]\n", "line 1: reward_funcs holds 1 (int); expected str, in quotes where YAML"),
         ("reward_weights: [1, 1e-3, true]\n", "line 1: reward_weights holds True (bool); expected float"),

@@ -102,6 +102,19 @@ def test_from_and_until_run_a_part(folder, capfd):
     Path("out/a").unlink()
     assert run("--from", "b") == 1
     assert "--from b skips a, which has not written out/a yet; begin with --from a" in capfd.readouterr().err
+    assert run("--until", "b", "--force", "c") == 2 and calls() == []
+    assert "--force c: --from and --until leave it out, and run a, b; force" in capfd.readouterr().err
+
+
+def test_a_file_that_a_script_names_itself_is_one_of_its_inputs(folder, capfd):
+    reader = {"script": "step.py", "inputs": ["out/a"], "outputs": ["out/b"], "options": {"target": "out/b"}}
+    Path("pipeline.yaml").write_text(json.dumps({"output_dir": "state", "stages": {"a": CHAIN["a"], "b": reader}}))
+    assert run() == 0 and calls() == ["a", "b"]
+    assert run() == 0 and calls() == []
+    Path("out/a").write_text("7")
+    assert run() == 0 and calls() == ["b"]
+    Path("out/a").unlink()
+    assert run("--dry-run") == 0 and "waits for out/a" in re.sub(r"\s+", " ", capfd.readouterr().out)
 
 
 def test_a_dry_run_shows_what_would_run_and_writes_nothing(folder, capfd):
@@ -144,7 +157,8 @@ def test_a_terminated_chain_stops_its_stage_and_goes_on_there(folder):
         ("output_dir: x\nstages: {a/b: {config: sft.yaml}}", "a name has 1 to 96 of the characters"),
         ("output_dir: x\nstages: {a: &a {script: step.py, outputs: [y]}, b: *a}", "stages a and b both write y; give"),
         ("output_dir: x\nstages: {a: {script: step.py, outputs: [y], verb: sft}}", "its outputs, and no verb"),
-        ("output_dir: x\nstages: {a: {script: step.py, outputs: [y], options: {word: null}}}", "word has no value"),
+        ("output_dir: x\nstages: {a: {script: step.py, outputs: [y], options: {word: null}}}", "word is empty"),
+        ("output_dir: x\nstages: {sft: {config: sft.yaml, inputs: [y]}}", "(inputs are of a script too)"),
     ],
 )
 def test_a_wrong_pipeline_is_one_sentence_before_anything_runs(folder, capsys, text, sentence):
@@ -267,6 +281,9 @@ def change(**settings):
     Path("sft.yaml").write_text(json.dumps({**SFT, **settings}))
 
 
+CHOOSING = "run changed: greater_is_better: not set -> true; load_best_model_at_end: not set -> false; metric_for"
+
+
 def bytes_of_results():
     return {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
 
@@ -276,6 +293,8 @@ def bytes_of_results():
     [
         ({"save_total_limit": 3, "run_name": "again"}, "done nothing that it depends on has changed"),
         ({"max_steps": 3}, "resume another length: max_steps: 2 -> 3"),
+        ({"continue_ended_run": True}, "resume another length: continue_ended_run: not set -> true"),
+        ({"load_best_model_at_end": False, "greater_is_better": True, "metric_for_best_model": "loss"}, CHOOSING),
         ({"learning_rate": 0.5, "allow_config_change": True}, "resume changed: learning_rate: not set -> 0.5"),
     ],
 )
@@ -344,6 +363,30 @@ def test_an_option_may_be_written_as_on_the_command_line(training):
     (stage,) = load_pipeline("pipeline.yaml").stages
     assert stage.settings["max_steps"] == 3
     assert PipelineState(load_pipeline("pipeline.yaml")).plan(stage).action == "resume"
+
+
+@pytest.mark.parametrize(
+    ("verb", "written", "settings"),
+    [
+        ("prefs", ["data/preferences.jsonl", "statistics.json"], {"completions": "given", "judge": ["rubric"]}),
+        ("prefs", ["statistics.json", "data/preferences.jsonl"], {"completions": "given", "judge": ["rubric"]}),
+        ("eval", ["metrics.json"], {"model_name_or_path": "base", "reward_funcs": ["len"]}),
+        ("judge", ["metrics.json"], {"judge": ["rubric"]}),
+    ],
+)
+def test_output_that_is_gone_is_made_again(empty_folder, verb, written, settings):
+    Path(f"{verb}.yaml").write_text(json.dumps({"output_dir": "out", "dataset_name": "rows.jsonl", **settings}))
+    Path("pipeline.yaml").write_text(f"output_dir: state\nstages: {{{verb}: {{config: {verb}.yaml}}}}")
+    state = PipelineState(load_pipeline("pipeline.yaml"))
+    (stage,) = state.pipeline.stages
+    for path in (Path("out", name) for name in written):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    state.note(state.plan(stage), "done")
+    assert state.plan(stage).action == "done"
+    Path("out", written[0]).unlink()
+    plan = state.plan(stage)
+    assert (plan.action, plan.reason) == ("resume", "its output is incomplete or damaged")
 
 
 @pytest.mark.slow

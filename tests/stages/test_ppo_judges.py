@@ -95,6 +95,7 @@ RATED = ["--model_name_or_path", "no-model", "--reward_funcs", "judge"]
         (["--reward_funcs", "judge"], 2, "reward_funcs names judge, and judge is not set"),
         (["--reward_funcs", "judge", *JUDGE[:2]], 2, "judge is set and constitution is not"),
         (["--reward_funcs", "checks.py:even", *JUDGE], 2, "reward_funcs does not name judge"),
+        (["--reward_funcs", "checks.py:even", *JUDGE[2:4]], 2, "constitution is set and judge is not"),
         (["--reward_funcs", "checks.py:even", "--monitor_every", "2"], 2, "set and monitor_judge is not"),
         (["--reward_funcs", "checks.py:even", *MONITOR[:2]], 2, "neither monitor_constitution nor constitution"),
         (["--reward_funcs", "judge", *JUDGE, *MONITOR[:2]], 2, "is what the reward is made of, and would see no gap"),

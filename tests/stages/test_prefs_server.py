@@ -44,7 +44,7 @@ def test_a_server_that_wrote_no_verdicts_stops_the_run_and_is_asked_again(prefs,
         capsys.readouterr()
         assert prefs(stub) == 1
         said = capsys.readouterr().err
-        assert "a reply that is no verdict, past max_failed_fraction 0.1" in said and "replies are no label" in said
+        assert "a reply without a verdict, past max_failed_fraction 0.1" in said and "replies are not labels" in said
         stub.replies_instead = lambda body: None
         assert prefs(stub) == 0
     assert rows(tmp_path / "out") == rows(sound)

@@ -119,7 +119,9 @@ def test_a_window_of_a_stream_whose_prompts_are_all_too_long_is_dropped(prefs, t
 
 
 def test_revise_writes_rows_for_sft_with_their_trail(prefs, inputs, tmp_path):
-    options = ["--mode", "revise", "--num_generations", 1, "--max_critique_length", 6]
+    recipe = json.loads((inputs / "prefs.yaml").read_text())
+    (tmp_path / "revise.yaml").write_text(json.dumps({**recipe, "mode": "revise", "judge": None}))
+    options = ["--config", "revise.yaml", "--num_generations", 1, "--max_critique_length", 6]
     assert prefs(*options, "--dataset_name", inputs / "turns.jsonl", "--num_revisions", 2) == 0
     rows = load_rows(tmp_path / "out/data")
     assert check_completions(rows).column_names == ["prompt", "completion"] and len(rows) > 2

@@ -59,7 +59,7 @@ def test_what_the_hub_has_against_a_push_is_said_before_a_model_loads(hub, tmp_p
 
 def test_without_a_token_or_a_connection_the_reason_is_said(hub, tmp_path, capsys, monkeypatch):
     assert run("ppo", *PUSH, "--hub_model_id", "a/b/c", *NOWHERE, *new(tmp_path)) == 1
-    assert "is no name of a repository" in error_of(capsys)
+    assert "is not a repository name" in error_of(capsys)
     with monkeypatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         assert run("ppo", *PUSH, *NOWHERE, *new(tmp_path)) == 1

@@ -190,6 +190,8 @@ def test_without_held_out_rows_nothing_is_measured_and_that_is_said(capsys):
     [
         (reward, ["--eval_dataset_name", "bad.jsonl"], "held-out rows: row 1: probability is 1.5"),
         (reward, ["--load_in_8bit", "true"], "a reward model on a quantised base is not tested"),
+        (reward, [*ADAPTER, "--lora_dropout", "0.1"], "lora_dropout is 0.1, and a reward adapter is trained without"),
+        (distill, [*SINGLE[:1], "talk.jsonl"], "talk.jsonl holds conversations and dataset_name texts; give both in"),
         (distill, ["--teacher", "base"], "lacks score.weight, which would be newly initialised and score at random"),
         (distill, ["--student_tokenizer", "train.jsonl"], "the tokenizer 'train.jsonl' cannot be loaded: it is a"),
         (distill, ["--max_length", "4000"], "is more than the 128 tokens that the model can read"),
@@ -197,6 +199,8 @@ def test_without_held_out_rows_nothing_is_measured_and_that_is_said(capsys):
 )
 def test_what_cannot_be_learned_is_rejected(capsys, stage, options, message):
     write_rows(Path("bad.jsonl"), pairs(8, probability=[0.5, 1.5]))
+    user, assistant = ([{"role": role, "content": "yes"}] for role in ("user", "assistant"))
+    write_rows(Path("talk.jsonl"), [{"prompt": user, "completion": assistant}])
     assert stage("--output_dir", "new", *options) == 1
     assert message in error_of(capsys)
 

@@ -35,14 +35,22 @@ def printed(capsys, *words):
     return dict(word.split("=", 1) for word in line[:start]), line[start:]
 
 
+GPU = ("--device", "cuda", "--dtype", "bfloat16")
+
+
 def test_the_printed_command_is_the_one_that_vllm_needs(model, capsys):
-    environment, line = printed(capsys, model, "--port", 8123, "--device", "cuda", "--max_model_len", 512)
+    environment, line = printed(capsys, model, "--port", 8123, *GPU, "--max_model_len", 512)
     assert environment == {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
     assert line[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    expected = f"""--model '{model}' --host 127.0.0.1 --port 8123 --dtype float32 --enable-lora --max-lora-rank 16
+    expected = f"""--model '{model}' --host 127.0.0.1 --port 8123 --dtype bfloat16 --enable-lora --max-lora-rank 16
         --max-loras 2 --max-cpu-loras 4 --logprobs-mode processed_logprobs --generation-config vllm --max-model-len 512
         --tensor-parallel-size 1 --gpu-memory-utilization 0.9"""
     assert line[3:] == shlex.split(expected)
+
+
+def test_on_a_gpu_a_base_in_float32_is_rejected(model, capsys):
+    assert cli.main(["serve", str(model), "--device", "cuda", "--print"]) == 1
+    assert "in 16 bits only, and the base is float32; give --dtype bfloat16" in capsys.readouterr().err
 
 
 def test_on_a_cpu_it_neither_compiles_nor_names_gpus(model, capsys):

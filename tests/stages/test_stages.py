@@ -94,8 +94,8 @@ def test_resuming_from_the_command_line_ends_where_the_uninterrupted_run_did():
     options = ["--num_rollouts", "2", "--save_steps", "3", "--save_total_limit", "3", "--output_dir", str(resumed)]
     assert run("ppo", *PPO, *options, "--resume_from_checkpoint", "runs/tiny/ppo-resumed/checkpoint-3") == 0
     for name in ("adapter_model.safetensors", "value_head.safetensors"):
-        expected = load_tensors(whole / name)
-        assert all(torch.equal(tensor, expected[key]) for key, tensor in load_tensors(resumed / name).items())
+        expected, found = load_tensors(whole / name), load_tensors(resumed / name)
+        assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
     assert metrics(resumed)["policy"] == metrics(whole)["policy"]
 
 

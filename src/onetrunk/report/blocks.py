@@ -150,8 +150,8 @@ def contest_findings(rate: dict[str, Any]) -> list[str]:
         )
     )
     lines = [
-        f"win rate {won} against {rate['opponent']} on {rate['prompts']} prompts by the judge {rate['judge']}: its"
-        f" mean probability of being the better one; counted, {counted}: {rate['wins']} wins, {rate['ties']} ties,"
+        f"win rate {won} against {rate['opponent']} on {rate['prompts']} prompts by the judge {rate['judge']} (its"
+        f" mean probability of being better); by count, {counted}: {rate['wins']} wins, {rate['ties']} ties,"
         f" {rate['losses']} losses"
     ]
     at_equal_length = rate["length_controlled_win_rate"]
@@ -160,8 +160,8 @@ def contest_findings(rate: dict[str, Any]) -> list[str]:
         if abs(at_equal_length - rate["win_rate"]) >= NOTABLE_LENGTH_EFFECT:
             difference = rate["mean_length_difference"]
             lines.append(
-                f"length decides a part of it: the completions are {abs(difference):.0f} characters"
-                f" {'longer' if difference > 0 else 'shorter'} on average, and the judge does not treat lengths alike"
+                f"length explains a part of it: the completions are {abs(difference):.0f} characters"
+                f" {'longer' if difference > 0 else 'shorter'} on average, and the judge depends on length"
             )
     if rate["is_extrapolated"]:
         lines.append(

@@ -93,7 +93,7 @@ class RunRecord(TrainerCallback):
             work(*arguments)
         except OSError as error:
             self.is_on = False
-            logger.warning(f"{self.folder} cannot be written ({error}); the report will lack what comes from now on")
+            logger.warning(f"{self.folder} cannot be written ({error}); the report will lack all that follows")
 
     def _begin(self, state: TrainerState) -> None:
         """Write run.json. A resumed run keeps the record up to its checkpoint; the rest is repeated."""
@@ -128,7 +128,7 @@ class RunRecord(TrainerCallback):
             if isinstance(callback, HackingMonitor) and callback.num_alarms > self._num_monitor_alarms:
                 # A resumed monitor counts those from before, which the record has already.
                 self._num_monitor_alarms = callback.num_alarms
-                if callback.explanation and str(state.global_step) in callback.explanation:
+                if callback.explanation and f" to step {state.global_step} " in callback.explanation:
                     self._append(_alarm("monitor", callback.explanation, state))
 
     def _machine(self) -> dict[str, Any]:

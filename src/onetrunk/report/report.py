@@ -358,7 +358,7 @@ def wrong_blocks(run: Run, judges: Judges) -> list[Block]:
         samples = []
         for probability, index in wrong:
             row = rows[index]
-            better = f"better for people, probability {probability:.3f}"
+            better = f"preferred by people, probability {probability:.3f}"
             samples.append((plain(row["prompt"]), [(better, plain(row["better"])), ("other", plain(row["other"]))]))
         blocks += [Block(f"Where {name} is most wrong", samples=samples)] if samples else []
     return [Block("Samples", blocks=blocks)] if blocks else []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onetrunk.checkpoints.folders import FINISHED, checkpoint_folders
+from onetrunk.checkpoints.folders import FINISHED, MANIFEST, checkpoint_folders, left_by_a_run
 from onetrunk.utils.beats import read_beat
 from onetrunk.utils.files import parse_json, read_json
 from onetrunk.verbs import VERBS
@@ -106,9 +106,13 @@ def read_run(folder: str | Path) -> Run:
     folder = Path(folder)
     about = _json_if_there(folder / FOLDER / RUN_FILE)
     entries = read_lines(folder / FOLDER / LOG_FILE) or _log_of_checkpoints(folder)
-    results = next((found for n in (METRICS, STATISTICS, RESULTS) if (found := _json_if_there(folder / n))), {})
     pipeline = _json_if_there(folder / PIPELINE)
     finished = _json_if_there(folder / FINISHED)
+    # A training that is continued has the metrics of its earlier end until it has a result again.
+    has_begun = any(entry.get("event") == "begin" for entry in entries)
+    has_result = bool(finished) or (folder / MANIFEST).is_file() or not has_begun
+    names = (METRICS, STATISTICS, RESULTS) if has_result else ()
+    results = next((found for n in names if (found := _json_if_there(folder / n))), {})
     if not (about or entries or results or pipeline or finished):
         raise ValueError(
             f"{folder} holds no run: there is no {FOLDER}/{LOG_FILE}, checkpoint, {METRICS}, {STATISTICS} or"
@@ -125,6 +129,16 @@ def read_run(folder: str | Path) -> Run:
         run.before = before or read_lines(folder / "samples-reference.jsonl")
     run.images = sorted(path for path in folder.glob("*.png") if path.is_file())
     return run
+
+
+def require_no_training(folder: str | Path) -> None:
+    """Raise ValueError for the folder of a training, in which another verb would write metrics and a report."""
+    names = left_by_a_run(folder)
+    if names:
+        raise ValueError(
+            f"{folder} holds a training ({', '.join(names)}), whose metrics and report would be replaced; name another"
+            " output_dir"
+        )
 
 
 def stage_runs(pipeline: Run) -> dict[str, Run]:
@@ -192,7 +206,10 @@ def _status(
         return f"stopped at step {last.get('step')} ({last.get('signal')}); --resume auto continues it"
     if beat is not None and time.time() - beat.time < ALIVE_S and beat.may_be_alive:
         return f"running, {beat.place}"
-    if log:
+    ends = [entry for entry in entries if entry.get("event") in ("begin", "end")]
+    if ends and ends[-1]["event"] == "end" and (folder / MANIFEST).is_file():  # From Python, without FINISHED.
+        return f"finished at step {ends[-1].get('step')}"
+    if log or last.get("event"):
         return f"trained up to step {step}; not running now, and without a finished result"
     return f"{verb} is done"
 

@@ -13,12 +13,10 @@ from itertools import pairwise
 from statistics import fmean, stdev
 
 from onetrunk.judges.labels import statistics_warnings
-from onetrunk.ppo.monitoring.alarm_rules import RULES
+from onetrunk.ppo.monitoring.alarm_rules import RULES, quantile
 from onetrunk.report.runs import Run, pairs_of, stage_runs
 
 GOOD, MIXED, BAD = LEVELS = ("good", "mixed", "bad")
-# Quantiles of Student's t for a 95% interval, for 1, 2, ... degrees of freedom.
-T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 # The stages whose result is a policy; of several, a pipeline is judged by the last kind.
 TRAINED = ("ppo", "eval")
 # A policy is far from its reference from this many nats per completion and per token on.
@@ -106,13 +104,6 @@ class Change:
             return f"went {values}, which may be noise"
         way = {1: "rose", -1: "fell", 0: "did not change beyond its noise,"}[self.sign]
         return f"{way} {values} ({self.low:+.3g} to {self.high:+.3g}, {self.count} {self.unit})"
-
-
-def quantile(freedom: int) -> float:
-    """Return the quantile of Student's t for a 95% interval; NaN for no degree of freedom."""
-    if freedom < 1:
-        return math.nan
-    return T[freedom - 1] if freedom <= len(T) else 1.96 + 2.37 / freedom + 2.8 / freedom**2
 
 
 @dataclass(frozen=True)
@@ -210,7 +201,7 @@ def groundwork_verdict(run: Run) -> Verdict | None:
     """Return the verdict on what PPO builds on: preference rows, a reward model, its student, a fine-tuned model."""
     match run.results:
         case {"fidelity": {"agreement_interval": [None, *_]}} | {"held_out": {"accuracy_interval": [None, *_]}}:
-            return Verdict(MIXED, ["too few held-out pairs are decided to say more"], "hold out more pairs")
+            return Verdict(MIXED, ["too few held-out pairs are decided for a verdict"], "hold out more pairs")
         case {"about": {"mode": "revise"}, "counts": {"completions": made, "blank_completions": blank}}:
             found = [f"{made - blank:,} of {made:,} completions are revised"]
             advice = f"read some, then onetrunk sft --dataset_name {run.folder}"
@@ -251,7 +242,7 @@ def loss_verdict(run: Run) -> Verdict | None:
     change = Change.along(losses, "logged values", noisy=slice(1, None))
     found = [f"the training loss {change}"]
     held_out = run.results.get("eval_loss")
-    found += [] if held_out is None else [f"that of held-out rows is {held_out:.3g}"]
+    found += [] if held_out is None else [f"the held-out loss is {held_out:.3g}"]
     if change.sign > 0:
         return Verdict(BAD, found, "lower learning_rate, and look at the rows")
     if not change.sign:
@@ -280,7 +271,7 @@ def score_change(run: Run) -> Change | None:
     pairs = _scored_pairs(run, "score")
     if pairs:
         return Change.of(*pairs)
-    sides = (run.results.get("reference") or {}), (run.results.get("policy") or {})
+    sides = _sides(run)
     means = [side.get("score/mean") for side in sides]
     if None in means:
         means = run.series("score/mean")[1]
@@ -317,13 +308,13 @@ def contest_clauses(run: Run) -> list[str]:
 
 def cost_text(run: Run) -> str:
     """Return what the change cost: the KL, and how long completions were and are."""
-    before, after = (run.results.get(side) or {} for side in ("reference", "policy"))
+    before, after = _sides(run)
     if not after:
         _, kls = run.series("kl/ref")
         return f", at a KL of {kls[-1]:.1f} nats" if kls else ""
     kl = f", at a KL of {after['kl/ref']:.1f} nats" if after.get("kl/ref") is not None else ""
     lengths = [side.get("completion/length") for side in (before, after)]
-    return kl if None in lengths else f"{kl}, {lengths[0]:.0f} tokens long before and {lengths[1]:.0f} now"
+    return kl if None in lengths else f"{kl}, {lengths[0]:.0f} tokens per completion before and {lengths[1]:.0f} after"
 
 
 def lasting_alarms(run: Run) -> list[str]:
@@ -343,6 +334,12 @@ def fallen_judge(run: Run) -> str | None:
     _, scores = run.series("judge/score")
     change = Change.along(scores, "measurements") if len(scores) > 1 else None
     return f"the judge that PPO does not see {change}" if change is not None and change.sign < 0 else None
+
+
+def _sides(run: Run) -> list[dict[str, float]]:
+    """Return the metrics of the model that the policy is compared with, and of the policy; {} if there are none."""
+    before = "opponent" if "opponent" in run.results else "reference"
+    return [run.results.get(side) or {} for side in (before, "policy")]
 
 
 def _scored_pairs(run: Run, key: str) -> tuple[list[float], list[float]] | None:

@@ -39,7 +39,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 # Settings without which a stage does not start, and what to give.
 NEEDED = {
-    "judge": "name who is measured, such as reward:runs/reward, a server's address, or a causal model's folder;"
+    "judge": "name the judges to measure, such as reward:runs/reward, a server's address, or a causal model's folder;"
     " several are measured one by one and as an ensemble",
     "dataset_name": "give a file, a folder, or the name of a dataset on the Hub",
     "model_name_or_path": "give a folder or a name on the Hub",
@@ -62,7 +62,7 @@ class DatasetArguments:
     dataset_config: str | None = option(None, "Configuration of a Hub dataset with several.")
     dataset_split: str = option("train", "Split, with a slice if wanted: train[:1000]. A file has only train.")
     dataset_columns: dict[str, str] | None = option(
-        None, "Columns under another name, ours first: {prompt: question}; as JSON on the command line."
+        None, "Columns to rename, ours first: {prompt: question}; as JSON on the command line."
     )
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class SamplingArguments(VLLMServerConfig, AskingArguments):
     max_completion_length: int = option(256, "Longest completion, in tokens.")
     temperature: float = option(1.0, "Sampling temperature; above 0.")
     top_p: float = option(
-        1.0, "Sample from the fewest tokens that have this probability together; above 0, at most 1 (all tokens)."
+        1.0, "Sample from the smallest set of tokens with this total probability; above 0, at most 1 (all tokens)."
     )
     top_k: int = option(0, "Sample from the k most probable tokens; 0: from all.")
     stop_tokens: list[str] | None = option(
@@ -140,7 +140,7 @@ class TrainingDataArguments(DatasetArguments):
     )
 
     eval_dataset_name: str | None = option(None, "Held-out rows: a file, folder or Hub name with the same columns.")
-    eval_dataset_split: str | None = option(None, "Their split; alone it names a split of dataset_name.")
+    eval_dataset_split: str | None = option(None, "Split of eval_dataset_name; without that, of dataset_name.")
     eval_size: float | None = option(
         None, "Without another dataset: hold out this number of training rows (1 or more), or this share (below 1)."
     )
@@ -177,8 +177,8 @@ class EpisodeArguments:
     environment: str | dict[str, str] | None = option(
         None,
         "Class or function that makes an environment with TRL's or Gymnasium's methods: path/to/file.py:Class; or the"
-        " address of an OpenEnv server, http://HOST:PORT; or in YAML a mapping of names, which the column environment"
-        " chooses from, to such.",
+        " address of an OpenEnv server, http://HOST:PORT; or in YAML a mapping to several of these from names"
+        " in the column environment.",
     )
 
     compact: str | None = option(
@@ -213,7 +213,7 @@ class PPODataArguments(EpisodeArguments, TrainingDataArguments):
         "package.module.function, path/to/file.py:function, one of TRL's such as think_format_reward, a reward model's"
         " folder or Hub name (an adapter on the policy's own base is a branch of its trunk), prm:NAME for a process"
         " reward model, a server's address,"
-        " http://host:port/classify#model=NAME, or with a judge the word judge, its rating; one or several.",
+        " http://host:port/classify#model=NAME, or judge: the rating of the judge in the settings; one or several.",
     )
 
     def __post_init__(self) -> None:
@@ -323,7 +323,7 @@ class RewardTrainingArguments(StageTrainingArguments):
     """What a stage adds that trains a reward model; which layers of a reward adapter train."""
 
     adapter_layers: str = option(
-        "all", "With use_peft, layers that get LoRA: all, or top-k (at or above the cut of PPO it reuses its states)."
+        "all", "With use_peft, layers that get LoRA: all, or top-k (from PPO's cut upwards it reuses kept states)."
     )
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.checkpoints.resume_settings import check_streaming
-from onetrunk.data.rows import without_prompts_of
+from onetrunk.data.rows import is_conversational, without_prompts_of
 from onetrunk.data.sharded import ShardedRows
 from onetrunk.models.build import scorer_from_config
 from onetrunk.models.loading import load_config
@@ -64,7 +64,7 @@ class DistillDataArguments(TrainingDataArguments):
         "Reward models or reward adapters, folders or Hub names; several are an ensemble. None: the rows' probability,"
         " which a judge gave.",
     )
-    teacher_temperature: float = option(1.0, "Divides a teacher's lead before it becomes a probability; above 0.")
+    teacher_temperature: float = option(1.0, "Divides the difference of two scores before the sigmoid; above 0.")
     teacher_batch_size: int = option(32, "Rows in one forward of a teacher.")
     unlabelled_dataset_name: str | None = option(
         None, "Rows with prompt and completion and no label; the student learns the teacher's score of them."
@@ -149,6 +149,12 @@ def load_labels(data: DistillDataArguments, seed: int) -> tuple[TrainingRows, Da
     """Return training pairs, held-out pairs and rows with one completion; without a teacher they have its labels."""
     pairs, held_out = load_preference_rows(data, seed, has_labels=True)
     singles = load_unlabelled_rows(data.unlabelled_dataset_name, data.unlabelled_dataset_split)
+    if singles is not None and is_conversational(singles) != is_conversational(pairs):
+        kinds = ("texts", "conversations") if is_conversational(pairs) else ("conversations", "texts")
+        raise ValueError(
+            f"unlabelled_dataset_name {data.unlabelled_dataset_name} holds {kinds[0]} and dataset_name {kinds[1]};"
+            " give both in the same form"
+        )
     if singles is not None and data.eval_size is not None:
         singles, number = without_prompts_of(held_out, singles)
         if number and PartialState().is_main_process:

@@ -23,7 +23,7 @@ from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
 from onetrunk.feedback.asking import Asker, Completed, Contest, contest_of, labels_of, load_judge_parts, pairs_of
-from onetrunk.judges.constitution import Constitution
+from onetrunk.judges.constitution import Constitution, require_both
 from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import JudgeConfig
 from onetrunk.models.adapters import REFERENCE
@@ -37,6 +37,8 @@ from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.settings import EpisodeConfig
 from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, check_launch, load_sampled_model, policy_tokenizer
 from onetrunk.report.blocks import contest_findings
+from onetrunk.report.runs import PAIRS, require_no_training
+from onetrunk.report.verdict import quantile
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
 from onetrunk.rewards.reward import Completion, RewardFunction, Scores
 from onetrunk.rewards.specs import read_spec
@@ -44,6 +46,7 @@ from onetrunk.rollouts.base import longest_row
 from onetrunk.rollouts.local import LocalBackend
 from onetrunk.rollouts.vllm import VLLMBackend, load_servers
 from onetrunk.stages.arguments import DatasetArguments, EpisodeArguments, ModelArguments, SamplingArguments, parse
+from onetrunk.stages.judge import LEDGER
 from onetrunk.stages.results import METRICS_FILE, compared, show_columns, write_values
 from onetrunk.stages.rows import load_dataset_rows, prompt_rows
 from onetrunk.stages.run_context import Terminated, say, say_how
@@ -55,9 +58,6 @@ from onetrunk.utils.redaction import printable, redact
 
 logger = logging.getLogger(__name__)
 
-PAIRS, LEDGER = "pairs.jsonl", "ledger/verdicts.db"
-# Of a 95% interval.
-Z = 1.96
 # Fields that PPOConfig does not have.
 NOT_IN_PPO = {"reward_funcs", "opponent", "tie_margin", "max_failed_fraction", "tools", "environment", "compact"}
 
@@ -72,7 +72,7 @@ class EvalArguments(EpisodeArguments, EpisodeConfig, SamplingArguments):
     reward_weights: list[float] | None = option(None, "Weight of each reward function; None: 1 each.")
     opponent: str | None = option(
         None,
-        "Whom the model is compared with: reference (what an adapter started from; the default with a judge), or the"
+        "What to compare the model with: reference (what an adapter started from; the default with a judge), or the"
         " folder or Hub name of a model or an adapter that answers the same prompts.",
     )
     max_unscored_fraction: float = option(0.1, "Fail when a larger share of the completions has no finite score.")
@@ -100,12 +100,8 @@ class EvalArguments(EpisodeArguments, EpisodeConfig, SamplingArguments):
 
 def check_purpose(args: EvalArguments, settings: JudgeConfig, model_args: ModelArguments) -> None:
     """Raise ValueError if nothing would be measured, or only one of judge and constitution is set."""
-    judge, constitution = settings.judge, settings.constitution
-    if judge and not constitution:
-        raise ValueError("judge is set and constitution is not; a judge compares by one: name a YAML file")
-    if constitution and not judge:
-        raise ValueError("constitution is set and judge is not; name a judge, such as rubric, or leave both out")
-    if not judge and not args.reward_funcs and not args.environment:
+    require_both(settings.judge, settings.constitution)
+    if not settings.judge and not args.reward_funcs and not args.environment:
         raise ValueError(
             "reward_funcs is not set, and neither is a judge: nothing would be measured; give at least one reward"
             " function, such as path/to/file.py:function, or judge and constitution"
@@ -122,6 +118,7 @@ class Side:
 
 
 def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArguments) -> None:
+    require_no_training(args.output_dir)
     rows = prompt_rows(load_dataset_rows(args), is_open=bool(args.environment))
     config = args.ppo_config(model_args.init_kwargs())
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if config.bf16 else "no")
@@ -142,12 +139,15 @@ def run(args: EvalArguments, judge_settings: JudgeConfig, model_args: ModelArgum
             write_samples(args.output_dir, f"samples-{role}", side.samples, {})
         other = next((role for role in ("opponent", "reference") if role in answers), None)
         pairs = pairs_of(answers["policy"], answers[other]) if other else []
-        contest = None
-        if judge is not None:
-            contest = hold_contest(args, judge, constitution, pairs, opponent)
         about = facts_of(args, model_args, sides, num_prompts, accelerator.num_processes)
         about |= {"opponent_model": opponent} if "opponent" in sides else {}
-        path = write_evaluation(Path(args.output_dir), about, sides, pairs, contest)
+        write = partial(write_evaluation, Path(args.output_dir), about, sides, pairs)
+        try:
+            contest = None if judge is None else hold_contest(args, judge, constitution, pairs, opponent)
+        except RuntimeError:
+            write(None)  # The sides are measured, whatever happens to the judge.
+            raise
+        path = write(contest)
         show_evaluation(model_args.model_name_or_path, sides, contest)
         print(f"eval: wrote {path}, and the samples next to it")
         say_how(args.output_dir, "eval")
@@ -180,7 +180,7 @@ def named_opponent(args: EvalArguments, model_args: ModelArguments, has_judge: b
     on_trunk = [spec for spec in args.reward_funcs or [] if read_spec(spec).kind.is_model and is_adapter_name(spec)]
     if on_trunk and not is_same_source(base, base_name(name, model_args.init_kwargs())):
         raise ValueError(
-            f"reward adapter {on_trunk[0]} is a branch of the model's own trunk, and opponent {opponent} stands on"
+            f"reward adapter {on_trunk[0]} is a branch of the model's own trunk, and opponent {opponent} has the base"
             f" {base}; merge the adapter into its base and give that folder, or name an opponent on the same base"
         )
     return opponent
@@ -275,7 +275,7 @@ def restore_reference(model: TrunkModel, name: str, revision: str) -> None:
 def measure_side(
     parts: SampledModel, args: EvalArguments, accelerator: Accelerator, role: str
 ) -> tuple[dict[str, Any], ScoredRollout]:
-    """Return metrics and samples of a role, the mean score with its 95% interval (of a normal distribution).
+    """Return metrics and samples of a role, the mean score with its 95% interval (of Student's t).
 
     RuntimeError: too many completions have no finite score.
     """
@@ -293,7 +293,7 @@ def measure_side(
             " raise the limit"
         )
     mean, num_scored = metrics["score/mean"], round(len(parts.datasets[0]) * (1 - unscored_fraction))
-    half = Z * metrics["score/std"] / math.sqrt(max(1, num_scored))
+    half = quantile(num_scored - 1) * metrics["score/std"] / math.sqrt(max(1, num_scored))
     return metrics | {"score/interval": [mean - half, mean + half]}, samples
 
 

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -32,9 +31,8 @@ from onetrunk.feedback.costs import CostConfig, Costs
 from onetrunk.judges.constitution import GENERAL, Constitution, load_constitution
 from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import RUBRIC, EnsembleJudge, JudgeConfig, load_judge, specs_by_judge
-from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnings
-from onetrunk.ops.win_rate import CONFIDENCE
-from onetrunk.report.report import PAIRS
+from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnings, wilson_interval
+from onetrunk.report.runs import PAIRS, require_no_training
 from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
 from onetrunk.stages.arguments import AskingArguments, parse, require_set
 from onetrunk.stages.results import plot_reliability, show_columns, write_values
@@ -87,6 +85,7 @@ def run(args: AskingArguments, settings: JudgeConfig, prices: CostConfig) -> Non
     """Measure the judges; write metrics.json, pairs.jsonl and the report, and print a summary."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("judge runs in one process, and a launcher has started several; call onetrunk judge itself")
+    require_no_training(args.output_dir)
     rows = load_dataset_rows(args)
     refuse_variables(rows, "judge")
     groups = labelled_groups(rows, rows.column_names, args.dataset_config or ALL)
@@ -250,20 +249,6 @@ def decided_pairs(decided: Sequence[Judged]) -> Tensor:
     return torch.tensor(pairs, dtype=torch.float64).reshape(-1, 3).T.contiguous()
 
 
-def wilson_interval(successes: float, number: int) -> tuple[float, float]:
-    """Return the 95% interval of a share; NaN of nothing.
-
-    Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference", equation 4.
-    """
-    if not number:
-        return NAN, NAN
-    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    share, square = successes / number, z * z / number
-    center = (share + square / 2) / (1 + square)
-    half = z / (1 + square) * math.sqrt(share * (1 - share) / number + square / (4 * number))
-    return max(0.0, center - half), min(1.0, center + half)
-
-
 def length_bias(probabilities: Tensor, differences: Tensor, num_prompts: int) -> dict[str, Any]:
     """Return how a judge treats pairs whose completions differ in length.
 
@@ -328,7 +313,10 @@ def findings(metrics: dict[str, Any]) -> list[str]:
             f" it is right in {bias['accuracy_more']:.0%} where the better one is longer, and in"
             f" {bias['accuracy_less']:.0%} where it is shorter"
         )
-    if metrics["calibration_error"] > MOST_CALIBRATION_ERROR:
+    # Of a judge that is calibrated, by chance: the mean |observed - predicted| of so few pairs in each bin.
+    variances = [b["count"] * b["predicted"] * (1 - b["predicted"]) for b in metrics["reliability"] if b["count"]]
+    chance = sum(math.sqrt(2 / math.pi * variance) for variance in variances) / metrics["pairs"]
+    if metrics["calibration_error"] > MOST_CALIBRATION_ERROR + chance:
         lines.append(
             f"the judge's probabilities are {metrics['calibration_error']:.2f} off on average (calibration error);"
             " labels made of them are too sure, or not sure enough"

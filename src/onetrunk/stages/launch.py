@@ -102,7 +102,7 @@ def _check(config: Path, options: Mapping[str, str]) -> None:
             raise ValueError(f"{name} is {value!r:.100}; expected {LEAST[name]} to {most.get(name, MOST)}")
         machines = int(value) if name == "num_machines" else machines
     if int(numbers["num_processes"] or machines) % machines:
-        raise ValueError(f"num_processes {numbers['num_processes']} is no multiple of num_machines {machines}")
+        raise ValueError(f"num_processes {numbers['num_processes']} is not a multiple of num_machines {machines}")
 
 
 def _forward(number: int, frame: FrameType | None) -> None:

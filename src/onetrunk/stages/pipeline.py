@@ -11,8 +11,9 @@
 A stage is a verb of the command line (its name, unless `verb` says another) or a script of the user. All configs are
 checked before a stage runs. Every stage runs in its own process, which frees its memory. A stage is skipped if nothing
 that it depends on has changed since it ended: its settings, and the contents of every file and folder that these name
-(not the imports of a Python file). A stage that was interrupted resumes. If something has changed, the stage starts
-over, and so do the stages that depend on its output; it deletes what it wrote before only with `--overwrite`.
+(not the imports of a Python file), or that a script lists as `inputs`. A stage that was interrupted resumes. If
+something has changed, the stage starts over, and so do the stages that depend on its output; it deletes what it wrote
+before only with `--overwrite`.
 """
 
 from __future__ import annotations
@@ -67,11 +68,16 @@ from onetrunk.verbs import VERBS
 # A trainer may ignore these names, because it compares what they lead to (the base model, the rows, the folder). A
 # pipeline only sees the names.
 COMPARED_BY_TRAINER = frozenset(("model_init_kwargs", "eos_token", "pad_token", "output_dir"))
+# Settings that a resumed training may change, but which choose the checkpoint that becomes its result.
+CHOOSES_RESULT = frozenset(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"))
 KEYS = {"output_dir": str, "stages": dict}
-STAGE_KEYS = {"verb": str, "config": str, "script": str, "options": dict, "launcher": str, "outputs": list}
+STAGE_KEYS = {"verb": str, "config": str, "script": str, "options": dict, "launcher": str}
+STAGE_KEYS |= {"inputs": list, "outputs": list}  # Of a script.
 STATE_FILE = "pipeline.json"
-# The length of a training. If it grows, the training resumes.
-LENGTHS = ("num_rollouts", "max_steps", "num_train_epochs")
+# What decides the length of a training. If that grows, the training resumes.
+LENGTHS = ("num_rollouts", "max_steps", "num_train_epochs", "continue_ended_run")
+# What a verb that does not train writes last. Each shard of preferences has statistics of its own.
+LAST_WRITTEN = ("metrics.json", "statistics*.json")
 # Settings whose texts are not paths, even if a file has that name.
 NO_PATHS = {
     "stop_tokens", "dataset_split", "eval_dataset_split", "dataset_config", "dataset_columns", "compaction_prompt",
@@ -95,6 +101,7 @@ class Stage:
     outputs: tuple[Path, ...]  # Files and folders that it writes; of a verb its output folder.
     settings: dict[str, Any]  # The config with the options applied; for a script the options.
     free: frozenset[str] = frozenset()  # Settings that may change without changing what the stage produces.
+    inputs: tuple[str, ...] = ()  # Files and folders that a script reads and no option names.
 
     @property
     def output(self) -> Path:
@@ -130,8 +137,13 @@ class Stage:
         return [str(output) for output in self.outputs if not output.exists()]
 
     def is_complete(self) -> bool:
-        """Return whether the output exists and, of a training, is undamaged."""
-        return not self.missing() and (not self.trains or has_result(self.output))
+        """Return whether the output exists, was written to its end and, of a training, is undamaged."""
+        if self.missing():
+            return False
+        if self.trains:
+            return has_result(self.output)
+        is_whole = self.verb is None or any(any(self.output.glob(name)) for name in LAST_WRITTEN)
+        return is_whole and bool(self.left() or not self.remakes)
 
     def left(self) -> list[str]:
         """Return the names in the output folder that the stage deletes if it starts over."""
@@ -158,7 +170,7 @@ def load_pipeline(path: str | Path) -> Pipeline:
     _check_keys(spec, KEYS, str(path))
     for key in KEYS:
         if not spec.get(key):
-            raise UsageError(f"{path}: {key} is not set; a pipeline has an output_dir and at least one of stages")
+            raise UsageError(f"{path}: {key} is not set; a pipeline has an output_dir and at least one stage")
     stages = tuple(_stage(str(name), entry, f"{path}: stage {name}") for name, entry in spec["stages"].items())
     owners: dict[Path, str] = {}
     for stage in stages:
@@ -193,22 +205,26 @@ def _stage(name: str, entry: Any, place: str) -> Stage:
         raise UsageError(f"{place}: {reason}")
     # A verb writes to the output_dir of its config; a script has no verb.
     keys = {"script", "outputs"} if "script" in entry else {"config"}
-    others = {"config", "verb"} if "script" in entry else {"outputs"}
+    others = {"config", "verb"} if "script" in entry else {"inputs", "outputs"}
     if not all(entry.get(key) for key in keys) or others & entry.keys():
-        raise UsageError(f"{place}: give config, the YAML file of a verb; or script and its outputs, and no verb")
+        raise UsageError(
+            f"{place}: give config, the YAML file of a verb; or script and its outputs, and no verb (inputs are of a"
+            " script too)"
+        )
     empty = [option for option, value in options.items() if value is None]
     if empty:
-        raise UsageError(f"{place}: {empty[0]} has no value, which would not unset the config's; change the config")
+        raise UsageError(f"{place}: {empty[0]} is empty, which does not unset it; change it in the config")
     path = Path(entry["script"]) if "script" in entry else find_config(entry["config"])
     if not path.is_file():
         raise UsageError(f"{place}: {path} does not exist (working folder {Path.cwd()})")
     if "script" in entry:
         outputs = tuple(Path(str(output)) for output in entry["outputs"])
-        return Stage(name, None, path, options, launcher, outputs, dict(options))
+        inputs = tuple(map(str, entry.get("inputs", ())))
+        return Stage(name, None, path, options, launcher, outputs, dict(options), inputs=inputs)
     verb = entry.get("verb", name)
     verbs = [known.name for known in VERBS.values() if known.dry_run]
     if verb not in verbs:
-        raise UsageError(f"{place}: {verb!r} is no verb; set verb to one of {', '.join(verbs)}")
+        raise UsageError(f"{place}: {verb!r} is not a verb; set verb to one of {', '.join(verbs)}")
     options = {_setting(verb, option): value for option, value in options.items()}
     settings = {**with_shipped_files(read_mapping(path)[0]), **options}
     if not settings.get("output_dir"):
@@ -233,7 +249,7 @@ def free_settings(verb: str, parsed: tuple[Any, ...]) -> frozenset[str]:
     for args in parsed:
         if hasattr(args, "resume_from_checkpoint"):
             free |= {f.name for f in fields(args) if is_free(f.name) or (verb == "ppo" and f.name in FREE_IN_PPO)}
-    return frozenset(free - COMPARED_BY_TRAINER)
+    return frozenset(free - COMPARED_BY_TRAINER - CHOOSES_RESULT)
 
 
 def _parse_as_the_stage_will(stage: Stage, place: str) -> tuple[Any, ...]:
@@ -430,7 +446,7 @@ class PipelineState:
         pending = [output for other in waits_for for output in other.outputs]
         inputs = {str(stage.path): self.digests[stage.path]} if stage.verb is None else {}
         named = {name: value for name, value in stage.settings.items() if name not in stage.free | NO_PATHS}
-        for path in paths_in(named):
+        for path in paths_in([named, *stage.inputs]):
             # A text such as "." or "/" names no input: it would be everything that lies there.
             if is_within(Path.cwd(), path) or any(is_within(path, output) for output in stage.outputs):
                 continue
@@ -475,8 +491,14 @@ def parse_run(argv: Sequence[str]) -> tuple[Namespace, Pipeline]:
     for option, name in options:
         if name is not None and name not in names:
             raise UsageError(f"{option} {name}: {args.pipeline} has no such stage; it has {', '.join(names)}")
-    if not selected(pipeline, args):
+    chosen = [stage.name for stage in selected(pipeline, args)]
+    if not chosen:
         raise UsageError(f"--from {args.first} comes after --until {args.last}; the order is {', '.join(names)}")
+    left_out = [name for name in args.forced if name not in chosen]
+    if left_out:
+        raise UsageError(
+            f"--force {left_out[0]}: --from and --until leave it out, and run {', '.join(chosen)}; force one of these"
+        )
     return args, pipeline
 
 

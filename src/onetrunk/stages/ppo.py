@@ -18,6 +18,7 @@ from trl import get_quantization_config
 
 from onetrunk.checkpoints.hub import require_push
 from onetrunk.feedback.asking import load_judge_parts
+from onetrunk.judges.constitution import require_both
 from onetrunk.judges.hacking_monitor import ACTIONS, HackingMonitor, check_monitor
 from onetrunk.judges.judge_config import REWARD, JudgeConfig, with_memory
 from onetrunk.models.loading import is_adapter
@@ -47,7 +48,7 @@ class PPOJudgeArguments:
         " training, and an alarm is raised where the reward rises while its ratings fall.",
     )
     monitor_constitution: str | None = option(None, "YAML file with its principles; None: constitution.")
-    monitor_rubric: dict[str, str] | None = option(None, "Its rubric, where it is one; None: rubric.")
+    monitor_rubric: dict[str, str] | None = option(None, "Its rubric, if it is a rubric; None: rubric.")
     monitor_every: int = option(1, "Rollouts between two of its measurements.")
     monitor_rows: int = option(64, "Number of held-out prompts that it rates; without held-out rows training prompts.")
     monitor_action: str = option("warn", "At an alarm: warn, or stop training.", ACTIONS)
@@ -85,8 +86,8 @@ def check_settings(
             f"judge is set, and reward_funcs does not name {JUDGE}, its rating; add the word, or leave judge out"
             " (monitor_judge only watches)"
         )
-    if is_judged and not settings.constitution:
-        raise ValueError("judge is set and constitution is not; a judge judges by one: name a YAML file")
+    if settings.judge or not judge_args.monitor_judge:
+        require_both(settings.judge, settings.constitution)
     if not judge_args.monitor_judge:
         defaults = ((f.name, f.default) for f in fields(judge_args) if f.name.startswith("monitor_"))
         unused = [name for name, default in defaults if getattr(judge_args, name) != default]

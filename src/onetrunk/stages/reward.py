@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from transformers import PreTrainedModel, set_seed
 
 from onetrunk.checkpoints.hub import require_push
@@ -71,11 +71,19 @@ def make_trainer(
 
 
 def load_kwargs(args: RewardTrainingArguments, model_args: ModelArguments, what: str) -> dict[str, Any]:
-    """Return `ModelArguments.base_kwargs`, with a pinned commit for remote code; raise ValueError if quantised."""
+    """Return `ModelArguments.base_kwargs`, with a pinned commit for remote code.
+
+    Raises:
+        ValueError: a quantised base, or LoRA dropout.
+    """
     if model_args.load_in_4bit or model_args.load_in_8bit:
         raise ValueError(
             "a reward model on a quantised base is not tested; leave load_in_4bit and load_in_8bit out (dtype bfloat16"
             " halves the memory)"
+        )
+    if model_args.lora_dropout:
+        raise ValueError(
+            f"lora_dropout is {model_args.lora_dropout}, and a reward adapter is trained without dropout; leave it out"
         )
     kwargs = model_args.base_kwargs(args, what)
     return kwargs | pinned_source(kwargs.get("revision"), kwargs["trust_remote_code"])
@@ -124,9 +132,8 @@ def rows_to_measure(train: TrainingRows, held_out: Dataset | None) -> Dataset:
 def trained_reward(trainer: RewardModelTrainer) -> ModelReward:
     """Return the trained model as a reward function, as PPO will call it."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
     name, batch_size = Path(trainer.args.output_dir).name, trainer.args.per_device_eval_batch_size
-    return ModelReward(inner, trainer.processing_class, name=name, batch_size=batch_size)
+    return ModelReward(model, trainer.processing_class, name=name, batch_size=batch_size)
 
 
 def result_of(model_args: ModelArguments) -> str:

@@ -300,6 +300,12 @@ def begin(verb: str, args: TrainingSettings, needed: Sequence[str] | None = None
     if message is not None:
         if args.process_index == 0:
             print(f"{verb}: {message}")
+        mirror = open_mirror(args)
+        if mirror is not None:  # A kill may have ended the last upload, which comes after FINISHED.
+            from onetrunk.checkpoints.resumable_trainer import MIRROR_WAIT_S  # A check of a folder does not need it.
+
+            mirror.push(args.output_dir, "")
+            mirror.wait(MIRROR_WAIT_S)
         return True, None
     resume = _resume_point(args, needed or LOOP_FILES)
     if not resume:
@@ -385,10 +391,10 @@ def _finished(args: TrainingSettings) -> str | None:
             return None
     if run["ended"] is not None:
         is_over = not args.continue_ended_run
-        why = f"where it was ended ({run['ended']}); set continue_ended_run to true to train on"
+        why = f"where it was ended ({run['ended']}); set continue_ended_run to true to continue"
     else:
         is_over = run["step"] >= args.max_steps if args.max_steps > 0 else run["epoch"] >= args.num_train_epochs
-        why = "its planned end; raise num_rollouts, max_steps or num_train_epochs to train on"
+        why = "its planned end; raise num_rollouts, max_steps or num_train_epochs to continue"
     message = f"nothing is left to train: the run in {args.output_dir} is finished at step {run['step']}, {why}"
     return message if is_over else None
 

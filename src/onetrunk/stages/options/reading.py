@@ -165,7 +165,7 @@ def require_folders(verb: str, values: Mapping[str, Any]) -> None:
         if not Path(name).exists():
             hint = "" if verb == "report" else ", or a name on the Hub, OWNER/NAME"
             where = f"(working folder {Path.cwd()})"
-            raise UsageError(f"{name} is no folder {where}; give the output_dir of a run{hint}")
+            raise UsageError(f"{name} does not exist {where}; give the output_dir of a run{hint}")
 
 
 def _explained(key: str, verb: str) -> str:
@@ -336,7 +336,7 @@ def check_files(values: Mapping[str, Any], verb: str) -> None:
         for name in ("constitution", "monitor_constitution"):
             if values.get(name):
                 load_constitution(values[name])
-        path = Path(values.get("dataset_name") or "").expanduser()
+        path = Path(os.path.expanduser(values.get("dataset_name") or ""))
         names = column_names(path) if path.is_file() and path.stat().st_size <= MOST_BYTES else None
         if names and not values.get("environment"):
             check_columns(names, values.get("dataset_columns") or {}, VERBS[verb].columns)
@@ -442,7 +442,7 @@ def plan_parser() -> Parser:
     group.add_argument("--completion_tokens", **number, help="mean tokens of a completion; None: half the longest")
     text = "standard deviation of the logarithm of completion lengths; 0: all equally long"
     group.add_argument("--length_spread", type=float, default=SPREAD, metavar="X", help=text)
-    group.add_argument("--label_prompts", **number, help="prompts that a judge labels before")
+    group.add_argument("--label_prompts", **number, help="prompts that a judge labels before PPO")
     group.add_argument("--label_completions", **number, default=4, help="completions of each of them")
     group.add_argument("--judge_model", **named, help="model of the judge; None: the base")
     group.add_argument("--reward_pairs", **number, help="pairs that a reward model trains on")

@@ -66,7 +66,7 @@ class PrefsArguments(SamplingArguments, PushArguments):
         None, "Sample nothing: merge the statistics of this number of finished shards, and write the dataset card."
     )
     limit: int | None = option(
-        None, "Use only the first prompts, this number of them, for a trial; the run without it buys no answer again."
+        None, "Number of prompts to use, the first ones, for a trial; the run without it buys no answer again."
     )
 
     def __post_init__(self) -> None:
@@ -91,8 +91,11 @@ class PrefsArguments(SamplingArguments, PushArguments):
         """Raise ValueError for settings that do not fit together."""
         is_given, has_shard = self.completions == "given", self.shard is not None
         samples = self.mode == "revise" or self.use_vllm
+        fits_prompts = self.max_prompt_length is not None or self.overlong_prompts != "error"
         faults = {
             "completions are given; leave mode revise and use_vllm out, which sample": is_given and samples,
+            "completions are given; leave max_prompt_length and overlong_prompts out, which concern prompts to sample"
+            " from": is_given and fits_prompts,
             "shard is set; run every shard first, then merge_shards alone": has_shard and self.merge_shards,
             "shard is set; leave push_to_hub to merge_shards": has_shard and self.push_to_hub,
         }
@@ -125,8 +128,10 @@ def check_pairing(pairing: str, num_completions: int, pairs_per_prompt: int | No
         raise ValueError(f"pairs_per_prompt is {pairs_per_prompt}; set it to 1 or more")
 
 
-def check_model_is_named(args: PrefsArguments, model_args: Any) -> None:
-    """Raise ValueError without a model to sample from, or with one where the rows bring the completions."""
+def check_parts(args: PrefsArguments, settings: Any, model_args: Any) -> None:
+    """Raise ValueError for a model or a judge that is missing or would do nothing."""
+    if args.mode == "revise" and settings.judge:
+        raise ValueError("judge is set and mode is revise, in which nothing is judged; leave judge out")
     if args.completions == "sampled":
         require_set(model_args, "model_name_or_path")
     elif model_args.model_name_or_path:

@@ -29,7 +29,7 @@ from onetrunk.judges.judge import Judge
 from onetrunk.judges.judge_config import JudgeConfig, load_judge
 from onetrunk.judges.labels import statistics_warnings
 from onetrunk.stages.arguments import ModelArguments, OptionalModelArguments, parse
-from onetrunk.stages.prefs.arguments import PrefsArguments, check_model_is_named
+from onetrunk.stages.prefs.arguments import PrefsArguments, check_parts
 from onetrunk.stages.prefs.output import (
     claim_folder,
     ledger_path,
@@ -310,5 +310,5 @@ parse_prefs = partial(
     parse,
     verb="prefs",
     dataclass_types=(PrefsArguments, JudgeConfig, CostConfig, OptionalModelArguments),
-    check=lambda args, settings, prices, model_args: check_model_is_named(args, model_args),
+    check=lambda args, settings, prices, model_args: check_parts(args, settings, model_args),
 )

@@ -43,9 +43,9 @@ class ChatArguments:
 
     model: str | None = option(None, "Folder or Hub name of a model or an adapter.")
     compare: bool = option(False, "Let the model before training answer every prompt too.")
-    reward_funcs: list[str] | None = option(None, "Score every answer, as in ppo; functions see no further columns.")
+    reward_funcs: list[str] | None = option(None, "As in ppo, for every answer; functions get no dataset columns.")
     max_completion_length: int = option(256, "Most tokens of an answer.")
-    temperature: float = option(1.0, "Of sampling; 0: the most likely token.")
+    temperature: float = option(1.0, "Sampling temperature; 0: the most likely token.")
     stop_tokens: list[str] | None = option(None, "Tokens that end an answer besides EOS.")
     revision: str | None = option(None, "Branch, tag or commit on the Hub.")
     dtype: str = option("auto", "Precision of the weights; auto: that of the files.", DTYPES)
@@ -71,7 +71,7 @@ class Chat:
     def __init__(self, args: ChatArguments):
         self.args, is_adapted = args, is_adapter(args.model, args.revision)
         if args.compare and not is_adapted:
-            raise ValueError(f"compare is set and {args.model} is no adapter: there is no base to compare it with")
+            raise ValueError(f"compare is set and {args.model} is not an adapter: there is no base to compare it with")
         source = {"revision": args.revision} if args.revision else {}
         self.tokenizer = policy_tokenizer(args.model, None, source)
         self.is_chat = bool(self.tokenizer.chat_template)

@@ -22,7 +22,7 @@ from onetrunk.models.adapters import check_targets
 from onetrunk.models.base_model import check_supported, decoder_layers, load_tokenizer
 from onetrunk.models.loading import expand, load_config
 from onetrunk.models.reward_model import load_reward_tokenizer
-from onetrunk.ppo.config import PPOConfig, plan_batches
+from onetrunk.ppo.config import PPOConfig, check_pretraining, plan_batches, planned_steps
 from onetrunk.ppo.setup import (
     ModelInputs,
     check_rows,
@@ -33,6 +33,7 @@ from onetrunk.ppo.setup import (
     prepare_dataset,
     tokens_of,
 )
+from onetrunk.report.runs import require_no_training
 from onetrunk.rewards.specs import PROCESS_MODEL, read_spec
 from onetrunk.stages.arguments import (
     AskingArguments,
@@ -119,11 +120,13 @@ def ppo(data: PPODataArguments, args: PPOArguments, model_args: ModelArguments, 
     model = without_weights(AutoModelForCausalLM, config)
     parse_adapter_layers(args.adapter_layers, len(decoder_layers(model)))
     check_targets(model_args.peft_config(), model)
-    rows, held_out = load_prompt_rows(data, args.seed)
+    parts = [part for part in load_prompt_rows(data, args.seed) if part is not None]
     tokenizer = policy_tokenizer(name, None, kwargs)
-    check_tokenizer(tokenizer, name, (rows, held_out), config.vocab_size)
+    prompts = [part.select_columns(["prompt"]) for part in parts if "prompt" in part.column_names]
+    if prompts:  # An environment may say them.
+        check_tokenizer(tokenizer, name, prompts, config.vocab_size)
     tokens_of(args.stop_tokens or [], tokenizer)
-    prepared, lines = prompt_lines(data, args, name, tokenizer, [p for p in (rows, held_out) if p is not None])
+    prepared, lines = prompt_lines(data, args, name, tokenizer, parts)
     require_rewards(data.reward_funcs or [])
     show(f"a LoRA adapter on {name}", [*lines, *_batch_lines(args, len(prepared))])
     print("weights, memory and time: onetrunk plan")
@@ -131,6 +134,7 @@ def ppo(data: PPODataArguments, args: PPOArguments, model_args: ModelArguments, 
 
 def evaluate(args: EvalArguments, settings: JudgeConfig, model_args: ModelArguments) -> None:
     name, config = model_args.model_name_or_path, args.ppo_config(model_args.init_kwargs())
+    require_no_training(args.output_dir)
     rows = prompt_rows(load_dataset_rows(args), is_open=bool(args.environment))
     opponent = named_opponent(args, model_args, bool(settings.judge))
     tokenizer = policy_tokenizer(name, None, model_args.init_kwargs())
@@ -147,6 +151,7 @@ def prefs(args: PrefsArguments, settings: JudgeConfig, prices: CostConfig, model
 
 
 def judge(args: AskingArguments, settings: JudgeConfig, prices: CostConfig) -> None:
+    require_no_training(args.output_dir)
     rows = load_dataset_rows(args)
     groups = labelled_groups(rows, rows.column_names, args.dataset_config or ALL)
     pairs = sum(len(list(group.pairs())) for group in groups)
@@ -214,11 +219,10 @@ def prompt_lines(
 
 def _batch_lines(args: PPOArguments, num_prompts: int) -> list[str]:
     plan = plan_batches(args, args.world_size)
-    per_pass = math.ceil(num_prompts / args.rollout_batch_size)
-    steps = (
-        args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_pass * args.steps_per_rollout)
-    )
+    check_pretraining(args, num_prompts)
+    steps = planned_steps(args, num_prompts)
     rollouts = math.ceil(steps / args.steps_per_rollout)
+    passes = rollouts * args.rollout_batch_size / num_prompts
     completions = rollouts * args.rollout_batch_size * args.num_generations
     return [
         f"rollout: {args.rollout_batch_size} prompts x {args.num_generations} completions on {args.world_size}"
@@ -228,5 +232,5 @@ def _batch_lines(args: PPOArguments, num_prompts: int) -> list[str]:
         f"forward: at most {plan.rows_per_pack} rows"
         + (f" and {args.microbatch_tokens} tokens" if args.microbatch_tokens else ""),
         f"run: {rollouts} rollouts = {steps} optimizer steps, {completions:,} completions of at most"
-        f" {args.max_completion_length} tokens, {rollouts / per_pass:.2f} passes over the prompts",
+        f" {args.max_completion_length} tokens, {passes:.2f} passes over the prompts",
     ]

@@ -26,7 +26,7 @@ from onetrunk.models.base_model import check_decoder, load_base, stop_token_ids
 from onetrunk.models.build import load_adapted
 from onetrunk.models.loading import (
     adapter_base,
-    base_of,
+    base_revision,
     can_be_on_hub,
     is_same_source,
     load_config,
@@ -43,7 +43,7 @@ from onetrunk.utils.redaction import markdown_text, redact
 
 VERB = "export"
 TARGETS = ("merged", "vllm", "gguf", "ollama")
-MERGED, VLLM, GGUF, OLLAMA = TARGETS
+MERGED, VLLM, GGUF = TARGETS[:3]
 CONVERTER = "convert_hf_to_gguf.py"
 OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 CARD = """---
@@ -70,7 +70,7 @@ MODELFILE = """# ollama create NAME -f Modelfile
 # Ollama reads the safetensors of some architectures only; for the others export gguf.
 FROM {source}
 {template}
-# As PPO samples by default; Ollama's own defaults are others.
+# As PPO samples by default; Ollama's own defaults differ.
 PARAMETER temperature 1
 PARAMETER top_k 0
 PARAMETER top_p 1
@@ -104,7 +104,7 @@ class ExportArguments(PushArguments):
         if not self.model:
             raise ValueError("no model is named; write onetrunk export FOLDER --to merged --output_dir NEW")
         if self.to == VLLM and self.output_dir:
-            raise ValueError("output_dir is set, and for vllm a command is printed and no file written; leave it out")
+            raise ValueError("output_dir is set, but --to vllm only prints a command; leave it out")
         if self.to != VLLM and not self.output_dir:
             raise ValueError(f"output_dir is not set; name the folder that gets the result of --to {self.to}")
         if self.converter and self.to != GGUF:
@@ -122,9 +122,8 @@ def check(args: ExportArguments) -> str | None:
             raise ValueError(
                 f"{args.model} is an adapter of task type {task}; only adapters of language models are exported"
             )
-    with base_of(args.model):
-        config = load_config(base or args.model, None if base else args.revision)
-        check_decoder(config, base or args.model)
+    config = load_config(args.model, args.revision)
+    check_decoder(config, base or args.model)
     if args.to == VLLM:
         return base
     if getattr(config, "quantization_config", None) is not None:
@@ -173,12 +172,17 @@ def converter_words(path: str | None) -> list[str]:
 
 def vllm_command(args: ExportArguments, base: str | None) -> str:
     """Return the command with which vLLM serves a model, or an adapter under the name of its folder."""
-    dtype = checkpoint_dtype(base or args.model, None if base else args.revision)
     # vLLM's own "auto" rounds float32, and a base's generation config has a temperature of its own.
-    words = ["vllm", "serve", whole_path(base or args.model), "--dtype", dtype if args.dtype == "auto" else args.dtype]
-    words += ["--generation-config", "vllm"]
+    dtype = args.dtype
+    if dtype == "auto":
+        dtype = checkpoint_dtype(args.model, args.revision)
+        # Its adapters on a GPU need 16 bits.
+        dtype = "bfloat16" if base and dtype == "float32" else dtype
+    words = ["vllm", "serve", whole_path(base or args.model), "--dtype", dtype, "--generation-config", "vllm"]
+    revision = base_revision(args.model, args.revision) if base else args.revision
+    words += ["--revision", revision] if revision else []
     if base is None:
-        return shlex.join(words + (["--revision", args.revision] if args.revision else []))
+        return shlex.join(words)
     config = read_adapter_config(args.model, args.revision)
     check_servable(config, f"the adapter {args.model}")
     if args.revision:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from onetrunk.models.loading import adapter_base, load_config
+from onetrunk.models.loading import adapter_base, base_revision, load_config
 from onetrunk.rollouts.colocate import CPU_ENVIRONMENT, CPU_SETTINGS
 from onetrunk.rollouts.publishing import served_rank
 from onetrunk.servers.client import checked_variable, read_secret
@@ -97,8 +97,13 @@ def run(args: ServeArguments) -> None:
     """Start the server and wait for its end, or print the command."""
     base = adapter_base(args.model, args.revision) or args.model
     on_cpu = args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available())
-    revision = args.revision if base == args.model else None
+    revision = args.revision if base == args.model else base_revision(args.model, args.revision)
     dtype = checkpoint_dtype(base, revision) if args.dtype == "auto" else args.dtype
+    if dtype == "float32" and not on_cpu:
+        raise ValueError(
+            "vLLM computes adapters on a GPU in 16 bits only, and the base is float32; give --dtype bfloat16, here and"
+            " to the stages that sample from the server"
+        )
     words = [args.python or sys.executable, "-m", MODULE]
     words += server_words(args, whole_path(base), revision, dtype, on_cpu)
     environment = ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})
