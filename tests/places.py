@@ -25,7 +25,7 @@ REPEATED: dict[str, dict[str, float]] = {CPU: {}, GPU: {"atol": 2e-5, "rtol": 1e
 BACKENDS = {CPU: "gloo", GPU: "nccl"}
 # Processes that are forked from a server that has imported what tests need: 8 CPU seconds less for each of them.
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["tests.checkpoints.crash_runs", "tests.frozen"])
+FORKED.set_forkserver_preload(["tests.checkpoints.crash_runs", "tests.frozen", "tests.device.runs"])
 
 
 def places(processes: int) -> list[Any]:

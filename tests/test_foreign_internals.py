@@ -63,6 +63,7 @@ INTERNALS = (
     *(
         Internal(f"transformers:Trainer.{name}", TRAINER, reason, signature)
         for name, reason, signature in (
+            ("_determine_best_metric", "saves where a callback ends the run", "(self, metrics, trial)"),
             ("_get_grad_norm", "calls on_grad_norm", "(self, model, grad_norm=None)"),
             ("_get_output_dir", "writes into a staging folder", "(self, trial)"),
             ("_get_train_sampler", "reads sharded rows in blocks", "(self, train_dataset=None)"),
@@ -247,7 +248,9 @@ def imported_names(tree: ast.AST) -> dict[str, str]:
     return names
 
 
-OF_TRAINERS = {name for trainer in (SFTTrainer, RewardTrainer) for name in members(trainer) if is_private(name)}
+@functools.cache
+def of_trainers() -> set[str]:
+    return {name for trainer in (SFTTrainer, RewardTrainer) for name in members(trainer) if is_private(name)}
 
 
 def inherited(tree: ast.Module, definition: ast.ClassDef, names: dict[str, str]) -> set[str]:
@@ -264,25 +267,30 @@ def inherited(tree: ast.Module, definition: ast.ClassDef, names: dict[str, str])
             if isinstance(cls, type):
                 private |= {name for name in members(cls) if is_private(name)}
             if written.endswith("Trainer"):  # It may be the first base of two.
-                private |= OF_TRAINERS
+                private |= of_trainers()
     return private
 
 
 def uses_of_class(tree: ast.Module, definition: ast.ClassDef, names: dict[str, str]) -> set[str]:
     """Return the private members of other libraries that a class of ours overrides or reads from itself."""
     methods = {node.name for node in ast.walk(definition) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
-    attributes = (node for node in ast.walk(definition) if isinstance(node, ast.Attribute))
+    attributes = (node for node in ast.walk(definition) if isinstance(node, ast.Attribute) and is_private(node.attr))
     reads = {node.attr for node in attributes if ast.unparse(node.value) in ("self", "cls", "super()")}
     return (methods | reads) & inherited(tree, definition, names)
 
 
+# Functions whose second argument names an attribute.
+BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
+
+
 def reads_of_objects(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield (owner, name) for every attribute and import; of a chain of private names only the last."""
+    """Yield (owner, name) for every private attribute and import; of a chain of private names only the last."""
     inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and is_private(n.attr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and id(node) not in inner:
-            yield ast.unparse(node.value), node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+        if isinstance(node, ast.Attribute):
+            if is_private(node.attr) and id(node) not in inner:
+                yield ast.unparse(node.value), node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) in BY_NAME:
             if isinstance(node.args[1], ast.Constant):
                 yield ast.unparse(node.args[0]), node.args[1].value
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -311,7 +319,7 @@ def foreign_uses(source: str) -> set[str]:
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     ours = {node.name for node in ast.walk(tree) if isinstance(node, defined)} | set_on_self(tree)
     for owner, name in reads_of_objects(tree):
-        of_trainer = owner.endswith("trainer") and name in OF_TRAINERS
+        of_trainer = owner.endswith("trainer") and name in of_trainers()
         if is_private(name) and owner not in ("self", "cls", "super()") and (of_trainer or name not in ours):
             uses.add(name)
     return uses | replaced(tree, names)

@@ -138,7 +138,7 @@ def test_the_commands_of_the_readme_run_from_the_wheel_in_an_empty_folder(fresh,
 @pytest.mark.timeout(7200)
 def test_the_commands_of_the_readme_run_from_a_clone(tmp_path):
     clone = tmp_path / "clone"
-    hidden = shutil.ignore_patterns(".git", ".venv", "venv", "runs", "*cache*", "site", "build", "dist")
+    hidden = shutil.ignore_patterns(".git", ".venv*", "venv", "runs", "*cache*", "site", "build", "dist")
     shutil.copytree(ROOT, clone, ignore=lambda folder, names: hidden(folder, names) if Path(folder) == ROOT else [])
     make_small(clone / "recipes")
     # What `make setup` makes, with the packages that the tests have.

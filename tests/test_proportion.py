@@ -5,6 +5,8 @@ import re
 import traceback
 from pathlib import Path
 
+import pytest
+
 from onetrunk import cli
 from onetrunk.ops import losses
 from onetrunk.ppo.experience import ExperienceStream
@@ -65,6 +67,7 @@ def test_few_frames_of_ours_lie_between_the_command_and_the_ratio(tmp_path, monk
     assert max(sum(str(PACKAGE) in filename for filename in stack) for stack in stacks) + 1 <= MOST_FRAMES
 
 
+@pytest.mark.slow
 def test_a_trainer_imports_few_files_all_of_the_core_and_replaces_nothing_in_another_library():
     names = [internal.name for internal in PATCHES if internal.library != "vllm"]
     code = f"""

@@ -75,8 +75,6 @@ class Rollout:
         states: [n, T, H] input of the first adapted layer at prompt and completion tokens, 0 at padding and possibly
             at the last token, which is not always needed; None if the sampler keeps no states.
         policy_versions: the policy version of each row, or of its first token, if they may differ, else None.
-        sampler_values: n float32 tensors [len(completion)]: value of the state that predicts each token, if the
-            sampler computes values, else None.
         turn_ids: n lists [len(completion)]: the number of the turn that each token belongs to, -1 at tokens that were
             given (observations); None: every completion is one turn.
         turn_rewards: n lists, the environment's reward of each turn (NaN: it broke; None: it gives none); None: no
@@ -93,7 +91,6 @@ class Rollout:
     policy_version: int = 0
     states: Tensor | None = None
     policy_versions: Sequence[int] | None = None
-    sampler_values: Sequence[Tensor] | None = None
     turn_ids: Sequence[list[int]] | None = None
     turn_rewards: Sequence[list[float] | None] | None = None
     episodes: Sequence[Any] | None = None

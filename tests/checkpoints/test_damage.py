@@ -137,7 +137,7 @@ def test_a_link_in_a_checkpoint_is_not_followed(tmp_path):
     manifest = json.loads((first / MANIFEST).read_text())
     manifest["files"]["../../elsewhere.pt"] = manifest["files"]["optimizer.pt"]
     (first / MANIFEST).write_text(json.dumps(manifest))
-    assert "is no name of a file in the folder" in checkpoint_problems(first)[0]
+    assert "is not a file name in the folder" in checkpoint_problems(first)[0]
 
 
 def of_value_optimizer(change):

@@ -35,8 +35,12 @@ def test_a_disk_that_is_full_leaves_the_checkpoints_before(tmp_path, kind, most)
 
 
 def test_a_limit_of_one_keeps_two_also_beside_the_best(tmp_path):
-    make_trainer(tmp_path, eval_dataset=prompts(3), save_total_limit=1, num_rollouts=4, **BEST).train()
-    assert len(checkpoint_folders(tmp_path)) >= 2
+    trainer = make_trainer(tmp_path, eval_dataset=prompts(3), save_total_limit=1, num_rollouts=4, **BEST)
+    trainer.train()
+    steps = [int(folder.name.split("-")[-1]) for folder in checkpoint_folders(tmp_path)]
+    best = int(trainer.state.best_model_checkpoint.split("-")[-1])
+    per_rollout = trainer.state.max_steps // 4
+    assert steps == sorted({best, 3 * per_rollout, 4 * per_rollout})
 
 
 def test_a_folder_has_one_writer_and_a_dead_one_leaves_it(tmp_path):

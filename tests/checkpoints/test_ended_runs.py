@@ -68,6 +68,7 @@ def ending() -> Ending:
     return Ending()
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_repeated_stays_as_it_is():
     ending().restore("finished")
     ending().finish_again("repeated")
@@ -116,7 +117,7 @@ def test_early_stopping_is_an_end_too_unless_there_is_more_patience_now(tmp_path
     again.train(resume_from_checkpoint="auto")
     assert again.state.global_step == 3 and again.ended == first.ended
     assert_same(trained_weights(again.model), trained_weights(first.model))
-    assert "set continue_ended_run to true to train on" in caplog.text
+    assert "set continue_ended_run to true to continue" in caplog.text
     patient = stopping_early(tmp_path, patience=3)
     patient.train(resume_from_checkpoint="auto")
     assert patient.state.global_step > 3

@@ -135,7 +135,8 @@ def test_a_result_goes_to_the_root_with_the_files_beside_it_and_without_folders_
     (staged / "adapter.safetensors").write_bytes(b"policy")
     install(staged, out)
     (out / "README.md").write_text("card")
-    (out / ".lock").write_text("")
+    for name in (".lock", "_heartbeat-1.json"):
+        (out / name).write_text("")
     (out / "runs").mkdir()
     (out / "runs" / "events").write_text("e")
     mirror, told = mirror_at(url)

@@ -68,7 +68,7 @@ def test_a_run_at_its_planned_end_trains_no_step_and_says_so(tmp_path, caplog, s
     held.model.load_branches(checkpoint(step))
     assert_same(trained_weights(trainer.model), trained_weights(held.model))
     said = [r.getMessage() for r in caplog.records if "nothing is left to train" in r.getMessage()]
-    assert len(said) == 1 and f"is at step {step} of" in said[0] and f"raise {longer} to train on" in said[0]
+    assert len(said) == 1 and f"is at step {step} of" in said[0] and f"raise {longer} to continue" in said[0]
 
 
 def test_a_run_whose_plan_is_raised_says_where_it_goes_on_and_trains_on(tmp_path, caplog, capsys):

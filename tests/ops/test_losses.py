@@ -11,7 +11,7 @@ from onetrunk.ops import bradley_terry_loss, masked_whiten, policy_loss
 from onetrunk.ops.losses import direct_policy_loss
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of a few dozen additions differs
-many = settings(max_examples=200, deadline=None)
+many = settings(max_examples=100, deadline=None)
 
 
 def random_step(seed, rows=6, width=5):
@@ -43,7 +43,6 @@ def test_policy_loss_of_three_tokens_by_hand():
     assert loss.item() == pytest.approx(-0.2 / 3, abs=1e-12)
     assert stats["loss"] == loss
     assert stats["clip_fraction"].item() == pytest.approx(2 / 3)
-    assert stats["ratio_mean"].item() == pytest.approx(1)
     assert stats["ratio_max"].item() == pytest.approx(1.5)
     # k3: (1 - 1 - 0) + (.5 - log 1.5) + (-.5 - log .5) = log(4 / 3)
     assert stats["approx_kl"].item() == pytest.approx(math.log(4 / 3) / 3)

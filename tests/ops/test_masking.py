@@ -79,16 +79,6 @@ def test_whitened_entries_have_variance_one_and_the_chosen_mean(entries, shift_m
     assert_close(white.mean(), torch.zeros_like(x.mean()) if shift_mean else x.mean(), **EXACT)
 
 
-@many
-@given(entries=ENTRIES, cuts=st.tuples(st.integers(0, 40), st.integers(0, 40)))
-def test_merged_moments_of_parts_are_the_moments_of_the_whole(entries, cuts):
-    x = torch.tensor(entries, dtype=torch.float64)
-    low, high = sorted(min(cut, len(x)) for cut in cuts)
-    parts = [masked_moments(part, everything(part)) for part in (x[:low], x[low:high], x[high:])]
-    for merged, whole in zip(merge_moments(parts), masked_moments(x, everything(x)), strict=True):
-        assert_close(merged, whole, **EXACT)
-
-
 def test_whitening_a_part_with_global_moments_is_a_part_of_the_whitened_whole():
     x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     mask = length_mask(torch.tensor([7, 3, 5, 1]), 7)

@@ -39,7 +39,7 @@ def seen(*batches):
     return moments
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.floats(-1e4, 1e4), max_size=8), min_size=1, max_size=6))
 def test_merging_any_split_gives_the_moments_of_the_whole(batches):
     moments = seen(*batches)

@@ -1,17 +1,19 @@
 """Alarms in real runs that go wrong in a known way: raised once, explained, logged, and ending the run."""
 
+import json
 import logging
 import math
 
 import pytest
 import torch
+from transformers import TrainerControl, TrainerState
 
 from onetrunk import PPOConfig
 from onetrunk.checkpoints.folders import checkpoint_folders, checkpoint_problems
-from onetrunk.ppo.monitoring.alarms import CHANCE_NATS, RULES, Alarms, find_breach, patience_of
+from onetrunk.ppo.monitoring.alarms import CHANCE_NATS, RULES, Alarms, find_breach
 from onetrunk.types import Rollout
 from tests.fakes import CannedBackend
-from tests.ppo.support import logged, make_trainer, trained
+from tests.ppo.support import logged, make_config, prompts, trained
 
 LOGGER = "onetrunk.ppo.monitoring.alarms"
 LONG, SHORT, CUT, REPEATS = [5, 6, 7, 8, 9, 1], [5, 1], [5, 6, 7, 8, 9, 10], [5, 5, 5, 5, 5, 1]
@@ -85,9 +87,72 @@ def test_a_rollout_that_teaches_nothing_or_is_anothers_raises_its_alarm_after_th
     assert logged(trainer, f"alarm/{name}") == [0.0] * 2 + [1.0] * 2
 
 
-def test_a_useless_value_head_is_given_five_times_as_long(tmp_path):
-    config = make_trainer(tmp_path, alarm_patience=2).args
-    assert patience_of("useless_values", config) == 10 and patience_of("kl", config) == 2
+def watched(config, rollouts, begin=1, state=None):
+    """Return the alarms after these metrics of rollouts from `begin` on, and in which rollout each was raised."""
+    logs, metrics = [], iter(rollouts)
+    alarms = Alarms(lambda: dict(next(metrics)), logs.append, lambda: True)
+    alarms.on_train_begin(config, TrainerState(), TrainerControl())
+    if state is not None:
+        alarms.load_state_dict(json.loads(json.dumps(state)), config)
+    raised = []
+    for number in range(begin, begin + len(rollouts)):
+        before = len(alarms.raised)
+        step = TrainerState(global_step=number * config.steps_per_rollout)
+        alarms.on_step_end(config, step, TrainerControl())
+        raised += [(name, number) for name, _ in alarms.raised[before:]]
+    return alarms, raised
+
+
+def explained(values):
+    return [{"value/explained_variance": value} for value in values]
+
+
+DEAD = [0.0, *[-0.011, 0.009] * 20]
+ONE_OUTLIER = [*DEAD[:5], -3.1, *DEAD[6:]]
+# Half of the interval of 8 values of DEAD is 2.365 * 0.0107 / sqrt(8) = 0.009, around a mean of -0.001. The outlier of
+# rollout 6 counts as -0.5: -0.063 + 2.365 * 0.176 / sqrt(8) = 0.084, until rollout 14, when it is out of the window.
+USELESS = {
+    "noise around -0.001": (DEAD, 64, 9),
+    "noise in rollouts of half the size": (DEAD, 32, 17),
+    "noise with an outlier": (ONE_OUTLIER, 64, 14),
+    "a constant": ([0.0] * 10, 64, 4),
+    "alive at 0.1": ([0.0, *[0.05, 0.15] * 20], 64, None),
+}
+
+
+@pytest.mark.parametrize("kind", USELESS)
+def test_a_value_head_that_predicts_nothing_is_found_and_another_is_not(tmp_path, kind):
+    values, num_rows, at = USELESS[kind]
+    _, raised = watched(make_config(tmp_path, rollout_batch_size=num_rows), explained(values))
+    assert [number for name, number in raised if name == "useless_values"] == ([] if at is None else [at])
+
+
+def test_rollouts_that_say_nothing_of_the_values_are_left_out_and_a_resumed_run_continues_the_count(tmp_path):
+    config = make_config(tmp_path, rollout_batch_size=64)
+    equal = {"value/explained_variance": 0.0, "score/std": 0.0}
+    rollouts = [*explained(DEAD[:4]), equal, *explained([math.nan, *DEAD[4:8]])]
+    first, raised = watched(config, rollouts)
+    assert raised == []
+    _, raised = watched(config, explained([DEAD[8]]), begin=11, state=first.state_dict())
+    assert raised == [("useless_values", 11)]
+
+
+def test_a_smaller_patience_of_a_resumed_run_raises_what_has_lasted_as_long_and_nothing_twice(tmp_path):
+    states, bad = {}, [{"kl/ref": 200.0}] * 4
+    for patience in (4, 9):
+        alarms, _ = watched(make_config(tmp_path, alarm_patience=patience), bad)
+        states[patience] = alarms.state_dict()
+    patient = make_config(tmp_path, alarm_patience=3)
+    for patience, expected in ((4, []), (9, [("kl", 5)])):
+        alarms, raised = watched(patient, bad[:2], begin=5, state=states[patience])
+        assert raised == expected
+    assert "in 5 rollouts in a row, sampled from step 0 on" in alarms.raised[0][1]
+
+
+def test_no_sample_is_from_before_the_first_step(tmp_path):
+    config = make_config(tmp_path, schedule="one_step", alarm_patience=1)
+    alarms, _ = watched(config, [{"kl/ref": 200.0}])
+    assert "the limit 100 " in alarms.explanation and "from step -" not in alarms.explanation
 
 
 def test_a_negative_kl_within_chance_is_no_alarm():
@@ -136,3 +201,12 @@ def test_a_stop_ends_the_run_with_a_checkpoint_and_names_the_last_good_one_which
     first, *others = checkpoint_folders(tmp_path)
     assert first.name == "checkpoint-4" and checkpoint_problems(first) == []
     assert len(others) <= 3 and others[-1].name == "checkpoint-12"
+
+
+def test_a_stop_leaves_a_checkpoint_also_where_only_the_best_is_saved(tmp_path):
+    settings = {"num_rollouts": 12, "stop_on_alarm": ["repeated_ngrams"], **STILL, "save_strategy": "best"}
+    settings |= {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score/mean"}
+    backend = Turning(LONG, REPEATS, at=3)
+    trainer = trained(tmp_path, rollout_backend=backend, eval_dataset=prompts(2), **settings)
+    assert trainer.ended == f"alarm repeated_ngrams at step {trainer.state.global_step}"
+    assert checkpoint_folders(tmp_path)[-1].name == f"checkpoint-{trainer.state.global_step}"

@@ -62,6 +62,8 @@ ANSWERS = {"dataset": prompts(4, answer=["a"] * 4), "eval_dataset": prompts(4)}
 EVALUATED = {"eval_dataset": prompts(4), **BEST}
 TWO_SETS = {**BEST, "eval_dataset": {"short": prompts(2), "long": prompts(4)}}
 NOT_EVALUATED = "eval_loss policy/entropy clip_ratio/low_mean completions/clipped_ratio tools/call_frequency".split()
+NOT_EVALUATED += ["score", "completion_length"]
+TAKES_ALL = "value_pretraining_rollouts 1 takes all rollouts, so the policy would not train"
 # Keywords of `build`, what the error says, and its type.
 REFUSED = [
     ({"model": "/nowhere/model"}, "cannot be loaded: there is no such folder. Give a folder", RuntimeError),
@@ -81,6 +83,8 @@ REFUSED = [
     ({"dataset": of_messages("user")}, "conversations and the tokenizer has no chat template", ValueError),
     ({"dataset": of_messages("system"), "tokenizer": tiny_tokenizer(chat_template=CHAT_TEMPLATE)},
      "ends with a system message", ValueError),
+    ({"num_rollouts": 1, "value_pretraining_rollouts": 1}, TAKES_ALL, ValueError),
+    ({"num_train_epochs": 1, "rollout_batch_size": 8, "value_pretraining_rollouts": 1}, TAKES_ALL, ValueError),
     ({"max_prompt_length": 3}, "prompts are longer than max_prompt_length 3, and the longest, row 3, has", ValueError),
     ({"max_prompt_length": 1, "overlong_prompts": "drop"}, "all 8 prompts are longer", ValueError),
     # 5 tokens of prompt and 6 of completion.
@@ -96,6 +100,7 @@ REFUSED = [
     ({"eval_dataset": {"two words": prompts(2)}}, "the name of an evaluation set is ", ValueError),
     ({"reward": []}, "no reward function was given", ValueError),
     ({"reward": no_kwargs}, "'no_kwargs' does not take completion_ids", TypeError),
+    ({"reward": torch.nn.Linear(2, 1)}, "is a torch module (Linear); give a function that calls it", TypeError),
     ({"reward": needs_answer, **ANSWERS}, "'needs_answer' needs answer", TypeError),
     ({"reward": "no.such.module"}, "there is no module 'no'", ValueError),
     ({"reward": "nobody/nothing"}, "the reward model 'nobody/nothing' cannot be loaded", RuntimeError),
@@ -175,7 +180,7 @@ def test_an_output_folder_that_is_a_file_is_refused(tmp_path):
             "names 'vproj', and the model has no such module; its linear modules are q_proj, k_proj",
         ),
         (r".*\.quer", r"names '.*\\.quer'"),
-        ("(((", "'(((' is no regular expression"),
+        ("(((", "'(((' is not a regular expression"),
     ],
 )
 def test_every_lora_target_is_checked_against_the_model(tmp_path, targets, sentence):
@@ -190,7 +195,7 @@ def test_the_trainer_rejects_an_output_folder_that_holds_another_run(tmp_path):
     trained(tmp_path, **saves)
     first = weights.read_bytes()
     again = make_trainer(tmp_path, seed=4, **saves)
-    with pytest.raises(ValueError, match=r"holds a run already \(checkpoint-1\); set resume_from_checkpoint to true"):
+    with pytest.raises(ValueError, match=r"\(checkpoint-1\); resume it \(--resume auto, or train\(resume_from_check"):
         again.train()
     # Nothing was written, so the first run resumes.
     assert weights.read_bytes() == first

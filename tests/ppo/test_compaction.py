@@ -157,7 +157,14 @@ def test_the_first_ratio_is_1_and_segments_are_counted_also_in_an_evaluation(tmp
     assert '"context": ' in samples
 
 
-@pytest.mark.parametrize("own", [{}, {"gae_unit": "turn", "ratio_unit": "turn"}, {"policy_objective": "dis"}])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"gae_unit": "turn", "ratio_unit": "turn"},
+        pytest.param({"policy_objective": "dis"}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_does_not_depend_on_how_segments_are_packed(tmp_path, own):
     own |= {"num_rollouts": 2, "rollout_batch_size": 8, **SGD, **COMPACTED}
     whole, divided = (run(tmp_path / str(rows), per_device_train_batch_size=rows, **own) for rows in (8, 2))
@@ -188,7 +195,7 @@ def test_a_rule_of_the_user_needs_no_summaries_and_another_one_is_noticed_when_a
 
 def test_the_objective_of_the_courier_game_by_playing_it(tmp_path):
     courier = Courier(compactions=2, num=2)
-    trainer = make_courier_trainer(courier, 0, tmp_path, num_rollouts=1, rollout_batch_size=256)
+    trainer = make_courier_trainer(courier, 0, tmp_path, num_rollouts=1, rollout_batch_size=256, num_ppo_epochs=1)
     reference = Tables.of(courier_model(courier, 0), courier)
     assert reference.first.exp().sum((1, 2, 3)).tolist() == pytest.approx([1.0, 1.0], abs=1e-6)
     trainer.train()

@@ -1,6 +1,7 @@
 """PPOConfig: foreign and unknown keys, fields without meaning, ranges, batch arithmetic: rejected with the fix."""
 
 import dataclasses
+import math
 from typing import get_args, get_type_hints
 
 import pytest
@@ -47,7 +48,7 @@ def config(**settings):
     [
         ({"exp_name": 1, "zzz": 1}, "exp_name: here run_name; unknown key 'zzz'"),
         ({"lr": 1}, "lr: here learning_rate"),
-        ({"min_p": 0.1}, "min_p is 0.1: sampling here follows the policy itself"),
+        ({"min_p": 0.1}, "min_p is 0.1: completions are drawn from the policy itself"),
         ({"sync_ref_model": True}, "sync_ref_model is True: PPO here has nothing like it"),
         ({"loss_type": "cispo"}, "loss_type cispo is another objective than PPO's"),
         ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "3 is not divisible by gradient_accumulation"),
@@ -107,7 +108,7 @@ def test_names_of_trl_are_read_as_ours_also_by_its_parser_and_a_line_says_so(tmp
 def test_a_line_says_how_many_completions_a_step_has_and_how_many_trl_would_take():
     settings = {"num_generations": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
     line = "rollout: 512 completions (64 prompts x 8), then 4 steps of 512 completions"
-    assert describe_steps(config(**settings)) == f"{line}; in GRPOTrainer these settings are steps of 32"
+    assert describe_steps(config(**settings)) == f"{line}; in GRPOTrainer the same settings give steps of 32"
 
 
 def test_a_run_on_a_cpu_says_what_half_precision_and_a_busy_machine_change():
@@ -116,7 +117,7 @@ def test_a_run_on_a_cpu_says_what_half_precision_and_a_busy_machine_change():
     (busy,) = describe_cpu(torch.float32, threads=2, load=1.5, cores=2)
     assert busy.startswith("threads: torch uses 2, and other processes keep 1.5 of 2 cores busy") and "OMP" in busy
     (rounded,) = describe_cpu(torch.bfloat16, threads=1, load=0.0, cores=2)
-    assert rounded.startswith("precision: on a CPU the adapter is not merged into a bfloat16 base")
+    assert rounded.startswith("precision: on a CPU only a float32 base, not a bfloat16 one,")
 
 
 @pytest.mark.parametrize("name", sorted(INHERITED_WITHOUT_MEANING | WITHOUT_EFFECT))
@@ -152,7 +153,7 @@ REFUSED = [
     ({"epsilon": 0.3, "epsilon_high": 0.2}, "epsilon_high 0.2 is below epsilon 0.3"),
     ({"gamma": 1.1}, "gamma is 1.1; it must be between 0 and 1"),
     ({"dual_clip": 1.0}, "dual_clip is 1.0; it must be above 1"),
-    ({"value_head": "shared"}, "value_head: gone with the value adapter: the value is a small head on the policy's"),
+    ({"value_head": "shared"}, "value_head: removed with the value adapter: the value is a small head on"),
     ({"value_coef": 0.1}, "value_coef: the PPO loss has no value term: the value head is fitted after each rollout"),
     ({"cliprange_value": 0.2}, "cliprange_value: the PPO loss has no value term"),
     ({"adapter_layers": "top-0"}, "adapter_layers is 'top-0'; it must be 'all', or 'top-k'"),
@@ -162,7 +163,6 @@ REFUSED = [
     ({"truncated_completions": "mask", "missing_eos_penalty": 1.0}, "contradict each other"),
     ({"kl_estimator": "k3"}, "use k1, or set kl_in_loss"),
     ({"kl_in_loss": True}, "kl_in_loss with kl_estimator k1 has no useful gradient"),
-    ({"num_rollouts": 3, "value_pretraining_rollouts": 3}, "value_pretraining_rollouts 3 takes all rollouts"),
     ({"kl_in_loss": True, "kl_estimator": "k2", "beta": 0.0}, "kl_in_loss needs beta above 0"),
     ({"kl_target": 1.0, "beta": 0.0}, "kl_target adapts beta by factors"),
     ({"kl_target": 1.0, "kl_horizon": 12}, "kl_horizon is 12, and a rollout of 64 completions could bring beta to 0"),
@@ -197,9 +197,9 @@ REFUSED = [
     ({"rollout_backend": "pipelined", "pipeline_split": [4]}, "must be a list of whole numbers above 0, at least two"),
     ({"rollout_backend": "pipelined", "pipeline_split": [2, 2], "pipeline_stages": 3}, "has 2 numbers and"),
     ({"pipeline_split": [2, 2]}, "pipeline_split is set and rollout_backend is not 'pipelined'"),
-    ({"alarm_limits": {"klo": 1.0}}, "alarm_limits names 'klo', which is no alarm; expected some of kl, negative_kl"),
+    ({"alarm_limits": {"klo": 1.0}}, "alarm_limits names 'klo', which is not an alarm; expected any of kl,"),
     ({"alarm_limits": {"entropy": -1.0}}, "the alarm limit entropy is -1.0; it must be a number, 0 or more"),
-    ({"stop_on_alarm": ["klo"]}, "stop_on_alarm names 'klo', which is no alarm"),
+    ({"stop_on_alarm": ["klo"]}, "stop_on_alarm names 'klo', which is not an alarm"),
     ({"stop_on_alarm": "kl", "alarm_limits": {"kl": None}}, "stop_on_alarm names kl, and its limit is null"),
     ({"policy_objective": "sao"}, "policy_objective is 'sao'; it must be one of clip, dis"),
     ({"dis_epsilon_low": 0.5}, "dis_epsilon_low has no effect with policy_objective 'clip'"),
@@ -252,11 +252,30 @@ def test_generation_kwargs_are_read_as_the_settings_that_exist(caplog):
     assert read.generation_kwargs is None and "read as max_completion_length 7, top_p 0.9" in caplog.text
 
 
-def test_every_range_is_checked_by_name_and_its_settings_exist():
+# What each kind of range forbids, as close to its limits as can be.
+FORBIDDEN = {
+    "a whole number above 0": [0, 1.5],
+    "a number above 0": [0.0, math.inf],
+    "0 or more": [-1, math.nan],
+    "between 0 and 1": [-1e-9, 1 + 1e-9],
+    "above 1": [1.0],
+    "below 1": [1.0],
+    "at most 1": [1 + 1e-9],
+    "above 0 and below 1": [0.0, 1.0],
+    "a whole number above 1": [1, 2.5],
+    "a list of whole numbers above 0, at least two": [[2], [2, 0]],
+    "true or false": [1],
+    "0 (no clipping) or more": [-1e-9],
+}
+
+
+def test_every_range_is_checked_by_name_at_its_limits_and_its_settings_exist():
     for names, _, expected in RANGES:
         for name in names.split():
-            with pytest.raises(ValueError, match=name):
-                config(**USE, **{name: "high" if "one of" not in expected else "?"})
+            for value in ["?", *FORBIDDEN.get(expected, [])]:
+                with pytest.raises(ValueError, match=name):
+                    config(**USE, **{name: value})
+    assert {*FORBIDDEN} <= {expected for *_, expected in RANGES}
 
 
 def test_limits_of_alarms_by_what_samples():

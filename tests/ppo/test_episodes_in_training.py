@@ -80,14 +80,8 @@ def run(folder, resume=None, **arguments):
 TOP = {"adapter_layers": "top-1", "num_rollouts": 2, "rollout_batch_size": 8}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(TOP, marks=pytest.mark.slow),
-        {**TOP, "capture_trunk_states": True},
-        pytest.param({**TOP, "top_p": 0.9}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [TOP, {**TOP, "capture_trunk_states": True}, {**TOP, "top_p": 0.9}])
 def test_slow_answers_change_no_bit_of_the_weights(tmp_path, settings):
     quick = run(tmp_path / "quick", **settings)
     slow = run(tmp_path / "slow", factory=SlowWords, **settings)
@@ -199,8 +193,17 @@ def test_an_episode_of_one_turn_trains_as_a_completion_does_bit_for_bit(tmp_path
 TURNS_AS_ACTIONS = {"gae_unit": "turn", "ratio_unit": "turn", "truncated_completions": "bootstrap"}
 
 
-@pytest.mark.parametrize("own", [TURNS_AS_ACTIONS, COMPACTED], ids=["turns", "compacted"])
-@pytest.mark.parametrize("schedule", ["sync", "one_step", "async"])
+@pytest.mark.parametrize(
+    ("schedule", "own"),
+    [
+        ("sync", TURNS_AS_ACTIONS),
+        ("one_step", TURNS_AS_ACTIONS),
+        ("async", COMPACTED),
+        pytest.param("sync", COMPACTED, marks=pytest.mark.slow),
+        pytest.param("one_step", COMPACTED, marks=pytest.mark.slow),
+        pytest.param("async", TURNS_AS_ACTIONS, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_stops_amid_a_rollout_resumes_to_the_same_weights(tmp_path, schedule, own):
     def make(name):
         backend = None if schedule == "sync" else CopyBackend(TrunkModel(base_model(), lora()))
@@ -404,7 +407,7 @@ class Together(CannedBackend):
         ({**COMPACTED, "compact": "last_two"}, "compact is 'last_two'; give a function"),
         ({"dataset": None, "factory": {"a": Words}}, "needs train_dataset: rows with a column 'prompt' and 'environ"),
         ({"dataset": None, "factory": None}, "needs train_dataset: rows with a column 'prompt'$"),
-        ({"dataset": None, "num_train_epochs": 1}, "nothing says how many; set num_rollouts"),
+        ({"dataset": None, "num_train_epochs": 1}, "but not their number; set num_rollouts"),
         ({"factory": {"x": Words}}, "no column 'environment'"),
         ({"factory": object}, "makes a object, which has no reset"),
         ({"factory": None}, "no reward function was given"),

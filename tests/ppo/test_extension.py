@@ -43,7 +43,7 @@ class Broken(CannedBackend):
     [
         (lambda ids, logprobs: ([[], *ids[1:]], logprobs), "returned 4 completions for 4 prompts, 1 of them empty"),
         (lambda ids, logprobs: (ids[1:], logprobs[1:]), "returned 3 completions for 4 prompts"),
-        (lambda ids, logprobs: (ids, [x[:-1] for x in logprobs]), "sampler_logprobs of other lengths"),
+        (lambda ids, logprobs: (ids, [x[:-1] for x in logprobs]), "sampler_logprobs whose lengths differ"),
         (lambda ids, logprobs: (ids, [x - float("inf") for x in logprobs]), "sampler_logprobs that are not finite"),
     ],
     ids=["empty", "too few", "too few logprobs", "not finite"],

@@ -32,6 +32,18 @@ def test_lists_a_single_split_and_iterable_rows_train_and_evaluate_as_a_dataset_
         assert support.without_wall_clock([expected.evaluate(rows)]) == metrics
 
 
+def test_rows_in_a_list_keep_the_columns_that_only_some_of_them_have(tmp_path):
+    seen = []
+
+    def wants_answer(completions, answer, **kwargs):
+        seen.extend(answer)
+        return [0.0] * len(completions)
+
+    rows = [{"prompt": "the cat"}, {"prompt": "a dog", "answer": "4"}]
+    trained(tmp_path, dataset=rows, reward=wants_answer, rollout_batch_size=2, num_rollouts=1)
+    assert sorted(seen, key=str) == ["4", None]
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"), [("reward", "score/mean"), ("rewards/even_share/mean", "score/even_share"), ("kl", "kl/ref")]
 )

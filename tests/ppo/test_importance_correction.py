@@ -13,7 +13,7 @@ from onetrunk.rollouts.base import VersionedBackend
 from onetrunk.rollouts.local import LocalBackend
 from tests.fakes import CannedBackend, CopyBackend
 from tests.ppo import support
-from tests.ppo.support import base_model, logged, lora, make_trainer, prompts, trained, trained_weights
+from tests.ppo.support import SGD, base_model, logged, lora, make_trainer, prompts, trained, trained_weights
 from tests.ppo.test_schedules import ahead, sampler
 from tests.ppo.test_shaping import moved_policy
 from tests.tiny import tiny_tokenizer
@@ -204,7 +204,7 @@ def test_evaluations_are_truncated_as_training_is(tmp_path):
 
 
 def test_on_samples_of_the_policy_itself_the_first_step_of_dis_is_that_of_ppo(tmp_path):
-    runs = [trained(tmp_path / name, policy_objective=name) for name in ("clip", "dis")]
+    runs = [trained(tmp_path / name, policy_objective=name, **SGD) for name in ("clip", "dis")]
     # The sampler's logprobs are those of decoding, which round differently.
     clip, dis = (trained_weights(run.model) for run in runs)
     assert all(torch.allclose(clip[name], dis[name], atol=2e-5) for name in clip)

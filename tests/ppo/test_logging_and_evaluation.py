@@ -136,8 +136,20 @@ def test_evaluation_takes_other_prompts_and_several_sets_by_name(tmp_path):
     assert {"eval_short_score/mean", "eval_long_score/mean"} <= set(metrics)
     fresh = trainer.evaluate(prompts(2), metric_key_prefix="test")
     assert fresh["test_score/mean"] == metrics["eval_short_score/mean"]
-    with pytest.raises(ValueError, match="evaluation needs held-out prompts"):
-        make_trainer(tmp_path / "none").evaluate()
+    without = make_trainer(tmp_path / "none")
+    for evaluate in (without.evaluate, without.evaluate_reference):
+        with pytest.raises(ValueError, match="evaluation needs held-out prompts"):
+            evaluate()
+
+
+def test_the_final_evaluation_is_made_once_after_each_training(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=prompts(4), overwrite_output_dir=True)
+    finals = []
+    for _ in range(2):
+        trainer.train()
+        finals.append(trainer.final_evaluation())
+        assert trainer.final_evaluation() == finals[-1]
+    assert finals[0]["eval_kl/ref"] != finals[1]["eval_kl/ref"]
 
 
 def shown(capsys):

@@ -92,4 +92,6 @@ def test_what_push_to_hub_hands_on_stands_in_the_card(tmp_path):
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.tags == ["lora", "maths", "onetrunk", "ppo"]
     assert (card.data.datasets, card.data.license, card.data.base_model) == ("someone/rows", "apache-2.0", "a/base")
+    trainer.create_model_card(dataset_name="someone/others")
+    assert ModelCard.load(tmp_path / "README.md").data.datasets == "someone/others"
     assert card.text.strip().startswith("# a-policy") and 'from_pretrained("someone/a-policy")' in card.text

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from onetrunk.ppo.rollout import PromptOrder
 from onetrunk.utils.randomness import EVALUATION_STREAM
-from tests.ppo.support import prompts, trained
+from tests.ppo.support import make_trainer, prompts, trained
 from tests.tiny import tiny_tokenizer
 
 
@@ -38,6 +38,7 @@ def test_a_stop_token_ends_a_completion_and_is_not_part_of_its_text(tmp_path):
     trained(tmp_path / "a", reward=plain, **shape)
     trainer = trained(tmp_path / "b", reward=seen, stop_tokens=[word, tiny_tokenizer().decode([30])], **shape)
     assert trainer.sampler.params.stop_token_ids == (1, 20, 30)
+    assert make_trainer(tmp_path / "c", stop_tokens=word).sampler.params.stop_token_ids == (1, 20)
     without, rows = plain.calls[0]["completion_ids"], seen.calls[0]["completion_ids"]
     stops = [next((i for i, t in enumerate(ids) if t in (20, 30)), None) for ids in without]
     assert any(i is not None and i < len(ids) - 1 for i, ids in zip(stops, without, strict=True))

@@ -3,9 +3,19 @@
 import pytest
 import torch
 
+from onetrunk.ppo.config import planned_steps
 from tests.fakes import CannedBackend
 from tests.ppo import support
-from tests.ppo.support import Recorder, assert_same, base_model, logged, prompts, trained, trained_weights
+from tests.ppo.support import (
+    Recorder,
+    assert_same,
+    base_model,
+    logged,
+    make_config,
+    prompts,
+    trained,
+    trained_weights,
+)  # fmt: skip
 
 CUTS = (
     {"per_device_train_batch_size": 1},
@@ -33,6 +43,14 @@ def test_how_a_minibatch_is_cut_into_forwards_changes_neither_gradient_nor_weigh
             # float32: other padding and another order of the sums; the largest gradient is about 1.
             assert_same(other.gradients[step], whole.gradients[step], atol=2e-6, rtol=1e-4)
             assert_same(other.weights[step], whole.weights[step], atol=2e-6, rtol=1e-4)
+
+
+def test_a_share_of_a_pass_is_rounded_as_trainer_rounds_it(tmp_path):
+    # In floats 0.2 * 6 * 5 is above 6 and 0.2 * 30 is not; 1.1 * 10 * 5 is 55, and 1.1 * 50 is above it.
+    shape = {"rollout_batch_size": 4, "num_ppo_epochs": 5, "num_minibatches": 1}
+    trainer = trained(tmp_path, dataset=prompts(24), num_train_epochs=0.2, **shape)
+    assert trainer.state.global_step == trainer.state.max_steps == trainer.planned_steps() == 6
+    assert planned_steps(make_config(tmp_path, num_train_epochs=1.1, **shape), 40) == 56
 
 
 @pytest.mark.parametrize(

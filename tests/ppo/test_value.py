@@ -13,7 +13,7 @@ from onetrunk.models.value_head import ValueHead
 from onetrunk.ops.packing import make_pack
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.monitoring.alarm_rules import RULES
-from onetrunk.ppo.monitoring.alarms import find_breach
+from onetrunk.ppo.monitoring.alarms import useless_rollouts
 from onetrunk.ppo.monitoring.metrics import value_metrics
 from onetrunk.ppo.packs import RolloutPack
 from onetrunk.ppo.value_fit import BATCH_SIZE, FULL_ROLLOUT, ValueFit
@@ -185,7 +185,8 @@ def test_a_critic_of_zeros_or_noise_is_seen_at_any_length_and_one_that_knows_the
         assert wild["value/explained_variance"] < 0
         assert good["value/explained_variance"] > 0.7 and good["value/variance_ratio"] < 0.5
         for metrics, is_useless in ((dead, True), (wild, True), (good, False)):
-            assert bool(find_breach("useless_values", RULES["useless_values"].limit, metrics, {}, 64)) == is_useless
+            values = [metrics["value/explained_variance"]] * 8
+            assert bool(useless_rollouts(values, 8, RULES["useless_values"].limit)[0]) == is_useless
 
 
 def test_the_first_values_of_a_run_have_ratio_one_however_scores_and_rewards_are_scaled(tmp_path):

@@ -85,9 +85,21 @@ def test_a_continued_adapter_and_its_reference_are_both_served(engine, base, tmp
     backend.close()
 
 
-def test_a_sleeping_engine_is_woken_for_sampling_alone(engine, base, tmp_path, monkeypatch):
-    model = policy(base)
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that there is one, and a base in 16 bits, without which vLLM has no adapters there."""
     monkeypatch.setattr("onetrunk.rollouts.colocate.has_gpu", lambda: True)
+    monkeypatch.setattr("onetrunk.rollouts.colocate.published_dtype", lambda model: torch.bfloat16)
+
+
+def test_on_a_gpu_a_base_in_float32_is_rejected(engine, base, tmp_path, monkeypatch):
+    monkeypatch.setattr("onetrunk.rollouts.colocate.has_gpu", lambda: True)
+    with pytest.raises(ValueError, match="in 16 bits only, and the base is float32; set dtype to bfloat16"):
+        ColocatedBackend(tmp_path).check_policy(policy(base), 64)
+
+
+def test_a_sleeping_engine_is_woken_for_sampling_alone(engine, base, tmp_path, gpu):
+    model = policy(base)
     backend = ColocatedBackend(tmp_path, sleeps=True, gpu_memory_utilization=0.25)
     for version in range(2):
         backend.sync(shaken(model, version), version)
@@ -106,9 +118,8 @@ def test_a_sleeping_engine_is_woken_for_sampling_alone(engine, base, tmp_path, m
 
 
 def test_an_engine_is_awake_for_all_turns_of_a_call_and_rows_of_a_wave_have_limits_of_their_own(
-    engine, base, tmp_path, monkeypatch
+    engine, base, tmp_path, gpu
 ):
-    monkeypatch.setattr("onetrunk.rollouts.colocate.has_gpu", lambda: True)
     told = []
     backend = ColocatedBackend(tmp_path, sleeps=True, progress=lambda *numbers: told.append(numbers))
     backend.sync(policy(base), 0)
@@ -162,7 +173,7 @@ def test_an_answer_that_breaks_a_check_is_never_a_sample(engine, base, tmp_path,
     backend = ColocatedBackend(tmp_path)
     backend.sync(policy(base), 0)
     monkeypatch.setattr(engine, "fault", "other_adapter")
-    with pytest.raises(RuntimeError, match="the vLLM engine in this process: an answer of the model 'another' where"):
+    with pytest.raises(RuntimeError, match="the vLLM engine in this process: an answer from model 'another', but"):
         backend.generate(PROMPTS, PARAMS, KEYS)
     backend.close()
 
@@ -236,6 +247,8 @@ def test_the_real_engine_samples_each_version_and_trains_and_plays_episodes_on_a
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_real_engine_sleeps_between_rollouts_on_a_gpu(tmp_path):
     assert "sampled and trained" in run_real(sys.executable, tmp_path, "--sleeps")

@@ -723,7 +723,7 @@ def undocumented(a: int):
         ({"factory": TwoActions}, r"TwoActions.step\(action, other\) cannot be.*'other'; write it as step\(self"),
         ({"factory": {"x": 3}}, "environment 'x' is a int"),
         ({"factory": {}}, "empty mapping"),
-        ({"factory": Counting, "tools": [add]}, "answers by step, so no tools go with it"),
+        ({"factory": Counting, "tools": [add]}, "answers by step and cannot have tools"),
         ({"tools": [undocumented]}, "the tool 'undocumented' cannot be described.*no docstring"),
         ({"tools": [add, add]}, "two tools have the same name"),
         ({"tools": undocumented}, "the tool 'undocumented' cannot be described"),
@@ -731,7 +731,7 @@ def undocumented(a: int):
         ({"tools": [Counting]}, "Counting.*a tool is a function"),
         ({"tools": [add]}, "has no chat template"),
         ({"tools": [add], "tokenizer": "simple"}, "does not show tool calls"),
-        ({"tools": [add], "tokenizer": "unknown"}, "none that TRL knows"),
+        ({"tools": [add], "tokenizer": "unknown"}, "TRL does not know how to train tool calls"),
     ],
 )
 def test_tools_and_environments_that_cannot_work_are_rejected(arguments, message):

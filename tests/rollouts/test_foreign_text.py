@@ -267,7 +267,7 @@ def test_a_pool_of_environments_that_runs_out_says_how_many_are_needed():
     rollout = play(episodes_of(lambda: next(pool)), Scripted([[END]] * 2), ["a"] * 5)
     failures = [episode.failure for episode in rollout.episodes if episode.failure]
     assert len(failures) == 2
-    assert "Counting could not be made once more beside 3 others (StopIteration" in failures[0]
+    assert "Counting could not be made again: 3 others exist (StopIteration" in failures[0]
     assert "rollout_batch_size x num_generations" in failures[0]
 
 

@@ -109,7 +109,7 @@ def test_activation_checkpointing_a_config_without_cache_and_training_mode_chang
 def test_an_exception_restores_the_training_mode_and_gradients():
     model = tiny().train()
     model.lm_head.weight.data[:] = torch.nan
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="not finite"):
         generate(model, SamplingParams(max_completion_length=2))
     assert model.training and torch.is_grad_enabled()
 

@@ -258,8 +258,8 @@ def answer(tokens, logprobs=None, **changes):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({**answer([3]), "model": "other"}, "an answer of the model 'other' where 'policy' was asked"),
-        ({"model": "policy", "choices": []}, "an answer of another form than a completion"),
+        ({**answer([3]), "model": "other"}, "an answer from model 'other', but 'policy' was asked"),
+        ({"model": "policy", "choices": []}, "an answer that is not a completion"),
         (answer([3], prompt_token_ids=[5]), "an answer to another prompt"),
         (answer([3], token_ids=None), "it returns no token ids; it needs vLLM 0.11 or later"),
         ({"model": "policy", "choices": [{"prompt_token_ids": [5, 9], "token_ids": [3]}]}, "or without logprobs"),
@@ -460,7 +460,7 @@ def test_an_adapter_of_someone_else_is_left_alone(stub, tmp_path):
     ("options", "message"),
     [
         ({"server_urls": []}, "server_urls is empty"),
-        ({"server_urls": "ftp://127.0.0.1"}, "no URL of a server"),
+        ({"server_urls": "ftp://127.0.0.1"}, "not a server's URL"),
         ({"server_urls": ["http://127.0.0.1:1", "http://127.0.0.1:1/v1"]}, "names a server twice"),
         ({"keep_versions": 1}, "keep_versions is 1; set it to 2 or more"),
     ],

@@ -135,7 +135,7 @@ ENDLESS = "is not YAML: it holds more than 100,000 values or 50 levels"
 FAULTS = {
     "a key twice": ("a: {b: 1, c: 2}\na: 3\n", "line 2: a is already given in line 1"),
     "an inner key twice": ("a: {}\nb: {c: 1, c: 2}\n", "line 2: c is already given in line 2"),
-    "no text as a key": ("a: 1\nno: 2\n", "line 2: the key 'no' is no text for YAML (bool)"),
+    "no text as a key": ("a: 1\nno: 2\n", "line 2: the key 'no' is not text for YAML (bool)"),
     "unclosed": ("a: [1\n", "line 2 is not YAML"),
     "unclosed and deep": ("[" * 5000, "holds a value that cannot be read"),
     "no text": (b"\xff\xfe", "is not UTF-8 text"),

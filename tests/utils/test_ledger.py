@@ -126,5 +126,5 @@ def test_an_answer_that_nests_too_deeply_is_neither_kept_nor_read(tmp_path):
         with ledger.writing() as database:
             row = bytes.fromhex(key(2)), b"[" * 100_000
             database.execute("INSERT INTO answers (key, value) VALUES (?, ?)", row)
-        with pytest.raises(RuntimeError, match="holds an answer that is no JSON .nested too deeply"):
+        with pytest.raises(RuntimeError, match="holds an answer that is not JSON .nested too deeply"):
             ledger.get(key(2))

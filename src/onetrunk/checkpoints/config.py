@@ -29,8 +29,8 @@ class CheckpointConfig:
     )
     continue_ended_run: bool = option(
         False,
-        "Train on from a checkpoint at which an alarm, the monitor or early stopping ended the run; false: such a run"
-        " is finished, however many steps are planned.",
+        "Continue from a checkpoint at which an alarm, the monitor or early stopping ended the run; false: such a run"
+        " is finished, even if more steps are planned.",
     )
     checkpoint_mirror: str | None = option(
         None,

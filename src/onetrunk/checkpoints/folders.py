@@ -88,7 +88,7 @@ def check_manifest(manifest: Any, step: int | None) -> dict[str, Any]:
     for name, entry in manifest["files"].items():
         path = PurePosixPath(name)
         if not path.name or path.is_absolute() or ".." in path.parts or "\\" in name:
-            raise RuntimeError(f"{MANIFEST}: {name!r} is no name of a file in the folder")
+            raise RuntimeError(f"{MANIFEST}: {name!r} is not a file name in the folder")
         is_entry = isinstance(entry, dict) and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str)
         if not is_entry:
             raise RuntimeError(f"{MANIFEST}: the entry of {name} has no size and sha256")
@@ -119,7 +119,7 @@ def _problem(root: Path, name: str, entry: dict[str, Any]) -> str | None:
         size = path.stat().st_size
         if size != entry["size"]:
             return f"{size} bytes where {entry['size']} were written"
-        return None if _digest(path) == entry["sha256"] else "other bytes than were written (sha256 differs)"
+        return None if _digest(path) == entry["sha256"] else "changed since it was written (sha256 differs)"
     except OSError as error:
         return f"unreadable ({error.strerror})"
 
@@ -196,13 +196,14 @@ def require_free(output_dir: str | os.PathLike[str], overwrites: bool) -> None:
     names = [] if overwrites else left_by_a_run(output_dir)
     if names:
         raise ValueError(
-            f"{output_dir} holds a run already ({', '.join(names)}); set resume_from_checkpoint to true to resume"
-            " it, overwrite_output_dir to true to delete its checkpoints and start over, or another output_dir"
+            f"{output_dir} holds a run already ({', '.join(names)}); resume it (--resume auto, or"
+            " train(resume_from_checkpoint=True) in Python), set overwrite_output_dir to true to delete its"
+            " checkpoints and start over, or set another output_dir"
         )
 
 
 def delete_old_run(output_dir: str | os.PathLike[str]) -> None:
-    """Delete the checkpoints that a run has left in a folder, and what would pass for the next one's result."""
+    """Delete the checkpoints of a run, and files that could be mistaken for the result of the next one."""
     for name in (FINISHED, MANIFEST, *MEASURED):
         (Path(output_dir) / name).unlink(missing_ok=True)
     for folder in (*checkpoint_folders(output_dir), *(Path(output_dir) / name for name in BRANCHES)):

@@ -103,9 +103,9 @@ def hub_fault(error: BaseException) -> str:
     reason = re.sub(r"\s+", " ", redact(reason)).strip()[:LONGEST_REASON]
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
-        return f"HTTP {status}, {ADVICE.get(status, 'the Hub does not take it; try again later')} (it says: {reason})"
+        return f"HTTP {status}, {ADVICE.get(status, 'the Hub rejected it; try again later')} (it says: {reason})"
     if isinstance(error, HFValidationError):
-        return f"that is no name of a repository ({reason}); set hub_model_id to owner/name"
+        return f"that is not a repository name ({reason}); set hub_model_id to owner/name"
     return f"{constants.ENDPOINT} cannot be reached ({reason}); look at the network, or set push_to_hub to false"
 
 

@@ -155,7 +155,7 @@ class Mirror:
         threading.Thread(target=self._work, args=(upload,), name="checkpoint-mirror", daemon=True).start()
 
     def set_aside_later(self, step: int) -> None:
-        """Let the complete checkpoints after a step from which a run is resumed no longer count: their manifests move.
+        """Rename the manifests of checkpoints after a step from which a run is resumed: they no longer count.
 
         The reason is that of `folders.set_aside_later`. A failure is a warning, as in `push`.
         """
@@ -169,8 +169,8 @@ class Mirror:
                     moved.append(name)
         except RuntimeError as error:
             self._warn(
-                f"the checkpoints after step {step} still count as the newest ones, and training continues: {error};"
-                " else delete them by hand"
+                f"the mirror's checkpoints after step {step} still count as newest, and training continues: {error};"
+                " or delete them by hand"
             )
         if moved:
             self._warn(
@@ -210,7 +210,9 @@ class Mirror:
         names = set(read_manifest(upload.folder)["files"])
         if not upload.name:
             paths = (path for path in upload.folder.iterdir() if path.is_file() and not path.is_symlink())
-            names |= {path.name for path in paths if path.name[0] != "." and path.suffix != ".lock"}
+            # Other processes delete their heartbeats at any time.
+            no_result = (".", "_heartbeat-")
+            names |= {p.name for p in paths if not p.name.startswith(no_result) and p.suffix != ".lock"}
         self._delete_manifest(upload.name)
         for name in (*sorted(names - {MANIFEST}), MANIFEST):
             file, target = upload.folder / name, self._path(upload.name, name)
@@ -238,7 +240,7 @@ class Mirror:
             reason = redact(f"{type(error).__name__}: {error}".strip().splitlines()[0])
             raise RuntimeError(
                 f"{self._place} {fault} ({reason}); check that the bucket or folder exists and that the credentials"
-                " allow to list, read, write and delete, or leave checkpoint_mirror out"
+                " allow listing, reading, writing and deleting, or leave checkpoint_mirror out"
             ) from error
 
     def _path(self, *names: str) -> str:

@@ -343,7 +343,7 @@ class ResumableTrainer(Trainer):
             longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
             why = f" of {planned} planned; raise {'num_rollouts' if getattr(args, 'num_rollouts', None) else longer}"
         logger.warning(
-            f"nothing is left to train: {self._resume_from} is at step {state.global_step}{why} to train on"
+            f"nothing is left to train: {self._resume_from} is at step {state.global_step}{why} to continue"
         )
         return True
 
@@ -442,6 +442,11 @@ class ResumableTrainer(Trainer):
         if not waits and self.may_save() and self.stop_signals.agreed(self.accelerator):
             raise StopAsked
 
+    def _determine_best_metric(self, metrics: Any, trial: Any) -> bool:
+        # With save_strategy "best" Trainer would save nothing else, not even where a callback has ended the run.
+        is_best = super()._determine_best_metric(metrics=metrics, trial=trial)
+        return is_best or end_of(self, end_state(self)) is not None
+
     def drop_non_finite_loss(self, loss: float) -> None:
         """Keep a logged loss that is not finite out of later logs.
 
@@ -496,7 +501,7 @@ class ResumableTrainer(Trainer):
         publish(staged, final)
         problems = checkpoint_problems(final)
         if problems:
-            raise OSError(f"read again, it is not what was written ({described(problems)})")
+            raise OSError(f"what was read back differs from what was written ({described(problems)})")
         staged.parent.rmdir()
         best = self.state.best_model_checkpoint
         kept = self.needed_checkpoints() | ({Path(best)} if best else set())

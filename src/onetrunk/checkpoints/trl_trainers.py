@@ -50,7 +50,7 @@ class ResumableTRLTrainer(ResumableTrainer):
         self._settings = plain_settings(self)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the Accelerator; to it a group of processes that divides the base is one process."""
+        """Create the Accelerator, which counts a group of processes that divides the base as one."""
         super().create_accelerator_and_postprocess()
         if group_size() > 1:
             check_group_settings(self.args)

@@ -105,7 +105,7 @@ def policy_loss(
 
     Returns:
         The loss, a scalar, and detached scalars: `loss`, `clip_fraction` (tokens whose clipped branch is active: no
-        gradient), `ratio_mean`, `ratio_max`, `approx_kl` (k3 of the old policy against the new, of single tokens).
+        gradient), `ratio_max`, `approx_kl` (k3 of the old policy against the new, of single tokens).
 
     Source: Schulman et al. 2017, equation 7; dual clip: 1912.09729; turns: ST-PPO 2511.20718, GSPO 2507.18071.
     """
@@ -175,7 +175,6 @@ def _policy_stats(
     return {
         "loss": loss.detach(),
         "clip_fraction": masked_mean(is_clipped.to(ratio.dtype), mask, num_tokens=num_tokens),
-        "ratio_mean": masked_mean(ratio, mask, num_tokens=num_tokens),
         "ratio_max": torch.cat([_kept(mask, ratio).flatten(), ratio.new_zeros(1)]).max(),
         "approx_kl": masked_mean(torch.expm1(log_ratio) - log_ratio, mask, num_tokens=num_tokens),
     }

@@ -141,7 +141,7 @@ class RowGroups:
 
 
 class GroupAccelerator(Accelerator):
-    """An Accelerator to which a group that divides the base is one process, for trainers that know of no groups.
+    """An Accelerator that counts a group that divides the base as one process, for trainers without groups.
 
     What it deals out and reduces (rows of a DataLoader, metrics, counts) then counts each row once. What all processes
     must agree on is not reduced with it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, get_type_hints
@@ -75,6 +76,24 @@ class BatchPlan:
     rows_per_pack: int
 
 
+def planned_steps(config: PPOConfig, num_prompts: int) -> int:
+    """Return the optimizer steps of a run over `num_prompts` training prompts, rounded as Trainer rounds them."""
+    if config.max_steps > 0:
+        return config.max_steps
+    steps_per_pass = math.ceil(num_prompts / config.rollout_batch_size) * config.steps_per_rollout
+    return math.ceil(config.num_train_epochs * steps_per_pass)
+
+
+def check_pretraining(config: PPOConfig, num_prompts: int) -> None:
+    """Raise ValueError for a run whose rollouts are all for the value alone."""
+    pretraining = config.value_pretraining_rollouts
+    if pretraining * config.steps_per_rollout >= planned_steps(config, num_prompts):
+        raise ValueError(
+            f"value_pretraining_rollouts {pretraining} takes all rollouts, so the policy would not train; lower it, or"
+            " raise num_rollouts"
+        )
+
+
 def plan_batches(config: PPOConfig, world_size: int) -> BatchPlan:
     """Return the BatchPlan of a config on `world_size` processes; a group of tensor parallelism counts as one.
 
@@ -111,7 +130,7 @@ def describe_steps(config: PPOConfig) -> str:
     )
     theirs = config.per_device_train_batch_size * config.grpo_accumulation * config.world_size
     is_default = config.rollout_batch_size == PPOConfig.rollout_batch_size
-    return f"{line}; in GRPOTrainer these settings are steps of {theirs}" if is_default else line
+    return f"{line}; in GRPOTrainer the same settings give steps of {theirs}" if is_default else line
 
 
 def describe_cpu(dtype: torch.dtype, threads: int, load: float, cores: int) -> list[str]:
@@ -127,7 +146,7 @@ def describe_cpu(dtype: torch.dtype, threads: int, load: float, cores: int) -> l
     if dtype.itemsize < 4:
         name = str(dtype).removeprefix("torch.")
         lines.append(
-            f"precision: on a CPU the adapter is not merged into a {name} base while it samples, as it is in float32;"
+            f"precision: on a CPU only a float32 base, not a {name} one, samples with the adapter merged into it;"
             " rounding alone makes sampling/logprob_gap_mean up to 0.05"
         )
     if threads > 1 and threads + load > 1.25 * cores:

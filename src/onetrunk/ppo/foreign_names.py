@@ -46,7 +46,7 @@ _WITHOUT_EFFECT = {
     "the fused logprobs of onetrunk take its place": "use_liger_kernel liger_kernel_config",
     "rollouts keep a cache and training forwards need none": "use_cache",
     "a loss is always divided by the tokens of all processes": "average_tokens_across_devices",
-    "steps run unequal numbers of forwards, and some none": "ddp_static_graph",
+    "steps run different numbers of forwards, some none": "ddp_static_graph",
     "see completion/length and throughput/completion_tokens_per_s": "include_num_input_tokens_seen",
     "see memory/peak_gib": "skip_memory_metrics",
     "not tested with adapter switching yet": "torch_compile torch_compile_backend torch_compile_mode",
@@ -119,17 +119,17 @@ _RENAMES = by_name(
         "alarm_limits": "alarm_entropy",
     }
 )
-_SAMPLER = "sampling here follows the policy itself, or its top_p or top_k; leave it out"
+_SAMPLER = "completions are drawn from the policy itself, at most with top_p or top_k; leave it out"
 _VALUE = (
     "the PPO loss has no value term: the value head is fitted after each rollout (value_steps, value_learning_rate);"
     " leave it out"
 )
-_LAUNCH = "the launch decides, on the command line of sft, reward, distill, ppo and eval only:"
+_LAUNCH = "set it on the command line of sft, reward, distill, ppo or eval only:"
 # Keys without a counterpart, or with one of another meaning.
 REASONS = {
     "env": "set environment variables before the command: CUDA_VISIBLE_DEVICES=0 onetrunk ...",
-    "value_head": "gone with the value adapter: the value is a small head on the policy's last hidden states; leave it"
-    " out",
+    "value_head": "removed with the value adapter: the value is a small head on the policy's last hidden states; leave"
+    " it out",
     "value_clip": _VALUE,
     "value_coef": _VALUE,
     "cliprange_value": _VALUE,
@@ -159,25 +159,16 @@ METRICS = {
     "entropy": None,
     "clip_ratio": None,
 }
-# Beginnings of further names, TRL's and ours, that an evaluation does not have.
-OF_TRAINING = (
-    "policy/",
-    "value/",
-    "time/",
-    "alarm/",
-    "clip_ratio/",
-    "completions/",
-    "tools/",
-    "frac_reward",
-    "sampling/sampling_logp",
-)
+# Beginnings of the names that an evaluation gives.
+OF_EVALUATION = ("score/", "reward/", "kl/ref", "completion/", "sampling/logprob_gap", "episode/", "runtime")
 
 
 def our_metric(name: str) -> str | None:
-    """Return our name of a metric of TRL's GRPOTrainer, without eval_; any other name is returned unchanged."""
+    """Return our name of a metric of an evaluation, without eval_, which may be TRL's; None if it is not one."""
     if name.startswith("rewards/") and name.endswith("/mean"):
         return f"score/{name.removeprefix('rewards/').removesuffix('/mean')}"
-    return None if name not in METRICS and name.startswith(OF_TRAINING) else METRICS.get(name, name)
+    ours = METRICS.get(name, name)
+    return ours if ours is not None and ours.startswith(OF_EVALUATION) else None
 
 
 # Names of TRL's GRPOConfig that are read, and why a value changes nothing here, where it may be so.
@@ -247,8 +238,8 @@ def _generation_settings(keywords: Any) -> dict[str, Any]:
     unknown = [str(key) for key in given if key not in _GENERATION]
     if unknown:
         raise ValueError(
-            f"generation_kwargs has {', '.join(unknown)}; it may have {', '.join(_GENERATION)}, and the rest would"
-            " sample from another distribution than the policy's; leave it out"
+            f"generation_kwargs has {', '.join(unknown)}; it may have {', '.join(_GENERATION)}, and others would"
+            " sample from another distribution than the policy's; leave them out"
         )
     return {_GENERATION[key]: value for key, value in given.items()}
 
@@ -346,7 +337,7 @@ def explain_key(key: str, known: Sequence[str], owners: Sequence[str] = ()) -> s
     if reason and (not reason.startswith("here ") or reason.split()[1].rstrip(",:") in known):
         return f"{key}: {reason}"
     if name:
-        return f"{key}: {name} of other commands, which this command does not have"
+        return f"{key}: {name} in other commands; this command does not have it"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f"unknown key {key!r}" + (f": did you mean {near[0]!r}?" if near else "")
 

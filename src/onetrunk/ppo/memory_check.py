@@ -75,4 +75,4 @@ class MemoryCheck(TrainerCallback):
             return
         run_largest_pack(model, to_device(largest_pack(args, self.longest_prompt), args.device), args)
         if state.is_world_process_zero and not args.disable_tqdm:
-            tqdm.write(f"memory: {peak_gib():.1f} GiB at the peak of this process so far", file=sys.stderr)
+            tqdm.write(f"memory: {peak_gib(args.device):.1f} GiB at the peak of this process so far", file=sys.stderr)

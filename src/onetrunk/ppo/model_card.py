@@ -24,7 +24,7 @@ from onetrunk.utils.files import atomic_write_text
 from onetrunk.utils.options import VLLM_RANKS
 from onetrunk.utils.redaction import markdown_text, redact
 
-REFERENCE_FILES = f"`{REFERENCE}/` (the reference that the KL was measured to)"
+REFERENCE_FILES = f"`{REFERENCE}/` (the reference of the KL)"
 METRICS = ("score/mean", "kl/ref", "completion/length")
 # The settings that most affect what is learned.
 SETTINGS = (
@@ -64,10 +64,10 @@ vLLM serves it under the name `{{ name }}`:
 vllm serve {{ served }} --enable-lora --max-lora-rank {{ rank }} --lora-modules {{ name }}={{ where }}
 ```
 {% endif %}
-`onetrunk export {{ where }} --to merged --output_dir merged` makes one model of base and adapter, for tools that load
-no adapters; `--to gguf` and `--to ollama` make files for llama.cpp and Ollama.
+`onetrunk export {{ where }} --to merged --output_dir merged` merges base and adapter, for tools that cannot load
+adapters; `--to gguf` and `--to ollama` make files for llama.cpp and Ollama.
 
-Next to the adapter: {{ files | join(", ") }}. PPO needs them to train on; sampling does not.
+Next to the adapter: {{ files | join(", ") }}. PPO needs them to continue training; sampling does not.
 {% for heading, facts in tables.items() if facts %}
 ## {{ heading }}
 

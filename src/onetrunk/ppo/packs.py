@@ -165,7 +165,7 @@ def _joined(packs: Sequence[RolloutPack], rollout: Rollout) -> RolloutPack:
             flat[place.flatten()] = part.flatten()
         return flat[:-1].view_as(pack.completion_ids)
 
-    output = PackOutput(**{name: whole(name) for name in ("logprobs", "entropy", "values", "ref_logprobs")})
+    output = PackOutput(**{name: whole(name) for name in ("logprobs", "values", "ref_logprobs")})
     if packs[0].output.next_values is not None:  # The value after an episode is that after its last segment.
         ends = {
             (row, start): x

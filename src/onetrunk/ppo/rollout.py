@@ -317,8 +317,8 @@ class RolloutMaker:
             )
         if [len(x) for x in rollout.sampler_logprobs] != [len(ids) for ids in rollout.completion_ids]:
             raise RuntimeError(
-                f"{name} returned sampler_logprobs of other lengths than its"
-                " completions; it must return one logprob per completion token"
+                f"{name} returned sampler_logprobs whose lengths differ from"
+                " its completions'; it must return one logprob per completion token"
             )
         if not torch.cat(list(rollout.sampler_logprobs)).isfinite().all():
             raise RuntimeError(

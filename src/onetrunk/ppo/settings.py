@@ -127,7 +127,7 @@ class VLLMServerConfig:
     """
 
     use_vllm: bool = option(
-        False, "Sample by vLLM, which receives the adapter, instead of by the model in this process."
+        False, "Sample with vLLM, which receives the adapter, instead of with the model in this process."
     )
     vllm_server_base_url: list[str] | None = option(
         None, "Address of the vLLM server; several: rows are spread over them. None: http://127.0.0.1:8000."
@@ -135,7 +135,7 @@ class VLLMServerConfig:
     vllm_server_timeout: float = option(600.0, "Seconds to wait at startup until every vLLM server is up; above 0.")
     vllm_request_timeout: float = option(
         900.0,
-        "Seconds that a vLLM server may take for one completion, with repetitions and the waits that it asks for"
+        "Time limit of one completion on a vLLM server, seconds, including retries and the waits that it asks for"
         " (Retry-After); above 0. After that the run ends.",
     )
     vllm_api_key_env: str | None = option(
@@ -176,8 +176,8 @@ class EpisodeConfig:
     )
     max_turn_length: int | None = option(
         None,
-        "With tools or an environment: most tokens of a turn. A longer one is cut off: step reads it, and the episode"
-        " continues; with tools it is over. None: max_completion_length decides.",
+        "With tools or an environment: most tokens of a turn. A longer one is cut off: step gets it, and the episode"
+        " continues; with tools the episode ends. None: max_completion_length decides.",
     )
     max_context_length: int | None = option(
         None,
@@ -187,28 +187,28 @@ class EpisodeConfig:
     )
     max_compactions: int | None = option(None, "With max_context_length: most compactions of an episode. None: any.")
     kept_turns: int = option(
-        2, "With max_context_length: last turns, with their answers, that stay word by word; fewer if they do not fit."
+        2, "With max_context_length: last turns, with their answers, that are kept verbatim; fewer if they do not fit."
     )
     compaction_prompt: str = option(
         "Summarise the conversation so far in a few sentences: the task, what was found out, and what is left to do."
         " You will go on from this summary alone.",
-        "With max_context_length: what asks for a summary.",
+        "With max_context_length: the prompt that asks for a summary.",
     )
     tool_timeout: float = option(
-        60.0, "Seconds that a call may take; above 0. The policy then reads the error of a tool; an environment fails."
+        60.0, "Time limit of a call, seconds; above 0. After it a tool gives an error; an environment's episode fails."
     )
     max_observation_characters: int = option(
-        2000, "Most characters of what a tool or an environment answers; the rest is cut off."
+        2000, "Longest answer of a tool or an environment, in characters; the rest is cut off."
     )
     observation_control_tokens: bool = option(
         False,
-        "Read control tokens such as <|im_end|> in what a tool or an environment says as the template's own. False:"
-        " they are characters, so that no text from outside ends a turn or begins one.",
+        "Read control tokens such as <|im_end|> in answers of tools and environments as tokens. False: as plain"
+        " characters, so that no outside text ends or begins a turn.",
     )
     max_failed_episodes_fraction: float = option(
         0.1,
-        "Stop if more of a rollout's episodes fail, because their environment cannot be reset or breaks; 0 to 1. They"
-        " have no score, so max_unscored_fraction counts them too.",
+        "Stop if a larger share of a rollout's episodes fails: their environment cannot be reset, or breaks; 0 to 1."
+        " They have no score, so max_unscored_fraction counts them too.",
     )
 
 
@@ -239,8 +239,8 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     temperature: float = option(1.0, "Divides the logits of sampler, policy and reference; above 0.")
     top_p: float = option(
         1.0,
-        "Sample from the fewest tokens that have this probability together; above 0, at most 1 (all tokens). Below 1"
-        " it biases training, because what is left out is never sampled; importance weights correct the rest.",
+        "Sample from the smallest set of tokens with this total probability; above 0, at most 1 (all tokens). Below 1"
+        " it biases training: other tokens are never sampled; importance weights correct the rest.",
     )
     top_k: int = option(0, "Sample from the k most probable tokens; 0: from all. Biases training as top_p does.")
     stop_tokens: list[str] | None = option(None, "Texts of tokens that end a completion, besides the model's EOS.")
@@ -284,7 +284,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     # Reward
     reward_weights: list[float] | None = option(None, "Weight of each reward function; None: 1 each.")
     missing_eos_penalty: float | None = option(None, "Subtracted from the score of a cut-off completion; 0 or more.")
-    length_penalty: float = option(0.0, "Subtracted from the score at max_completion_length; in proportion below.")
+    length_penalty: float = option(0.0, "Subtracted from the score, in proportion to length / max_completion_length.")
     truncated_completions: str | None = option(
         None,
         "What happens to a completion cut off at max_completion_length, at max_turns or by its environment: 'terminal'"
@@ -294,7 +294,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     )
     normalize_scores: bool = option(False, "Shift and scale scores by their running mean and standard deviation.")
     score_clip: float | None = option(None, "Largest |score| after normalisation; None: no bound.")
-    max_unscored_fraction: float = option(0.1, "Stop if more of a rollout's rows have no finite score; 0 to 1.")
+    max_unscored_fraction: float = option(0.1, "Stop if a larger share of a rollout has no finite score; 0 to 1.")
 
     # Advantage
     beta: float = option(0.05, "Coefficient of the KL to the reference; 0: the reference is not run for training.")
@@ -309,11 +309,11 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         " under the current policy relative to the sampler's. It is then not credited with the KL of later tokens, and"
         " with whiten_advantages beta is in units of the advantage's standard deviation.",
     )
-    kl_target: float | None = option(None, "Nats per completion that an adaptive beta keeps; None: beta is fixed.")
-    kl_horizon: int = option(10_000, "Completions over which the adaptive beta moves.")
+    kl_target: float | None = option(None, "Target KL of an adaptive beta, nats per completion; None: beta is fixed.")
+    kl_horizon: int = option(10_000, "Time scale of the adaptive beta, in completions.")
     gae_unit: str = option(
         "token",
-        "Over what GAE runs. 'token': the tokens that were sampled. 'turn': a turn of an episode is one action; all of"
+        "The unit of GAE. 'token': each sampled token. 'turn': a turn of an episode is one action; all of"
         " its tokens have its advantage, and only the value at its first token trains (all with truncated_completions"
         " bootstrap).",
     )
@@ -342,7 +342,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     )
     ratio_unit: str = option(
         "token",
-        "What has a ratio of new to old probability. 'token': each token. 'turn': each turn of an episode, the"
+        "The unit of the ratio of new to old probability. 'token': each token. 'turn': each turn of an episode, the"
         " geometric mean of the ratios of its tokens.",
     )
     policy_objective: str = option(
@@ -365,7 +365,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         None, "Skip the remaining steps of a rollout once KL(old, new) per token exceeds it; None: off."
     )
     value_pretraining_rollouts: int = option(
-        0, "Rollouts at the start that train only the value; the learning rate's schedule, warmup included, runs on."
+        0, "Rollouts at the start that train only the value; the learning rate's schedule continues, warmup included."
     )
     value_learning_rate: float = option(1e-3, "Learning rate of the value head, which is fitted after each rollout.")
     value_steps: int = option(
@@ -383,7 +383,7 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     )
     capture_trunk_states: bool | None = option(
         None,
-        "Take that output from sampling, which computes it anyway, instead of from one more forward. It differs from"
+        "Keep the output of frozen lower layers that sampling computes, instead of one more forward. It differs from"
         " that forward by rounding (1e-6 in float32), and is saved in checkpoints. With tools or an environment the"
         " rows of a rollout then wait for each other's answers after every turn. None: on in float32, without those.",
     )
@@ -397,8 +397,8 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     )
     max_staleness: int | None = option(
         None,
-        "Rollouts that the policy may be trained on between the start of a completion and its use; 0 or more, for"
-        " async. None: 1; with sync it is always 0, with one_step 1.",
+        "Largest staleness: on how many rollouts the policy may have trained since it began a completion; 0 or more,"
+        " for async. None: 1; with sync it is always 0, with one_step 1.",
     )
 
     # Safety and logging
@@ -444,14 +444,15 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
     alarm_limits: dict[str, float | None] | None = option(
         None,
         "Limits of alarms that differ from their defaults, such as {kl: 50, entropy: null}; null: no such alarm. kl:"
-        " 100 nats per completion; negative_kl: 0.1 nats below 0; logprob_gap: 0.1 nats per token between sampler and"
-        " trainer; length_collapse: 0.2 of the first rollouts' length; length_explosion: 0.3 of their share of ended"
-        " completions; entropy: 0.01 nats per token; repeated_ngrams: 0.5 of the 4-grams; clip_fraction: 0.5 of the"
-        " tokens; skipped_steps: 0.8 of the steps; explained_variance: -0.5; useless_values: 0.01, the same"
-        " metric for five times as long; equal_scores: 1e-6, the standard deviation of scores; cut_off: 0.01 of the"
-        " completions end; one_token: 1.5 tokens; no_gradient: 1e-7, its norm; tool_errors: 0.5 of the calls;"
-        " turn_limit, length_limit: 0.5 of the episodes. With truncated sampling negative_kl and logprob_gap are off,"
-        " and where rollouts are sampled ahead negative_kl is.",
+        " 100 nats per completion; negative_kl: 0.1 nats below 0; logprob_gap: 0.1 nats per token between sampler"
+        " and trainer; length_collapse: 0.2 of the first rollouts' length; length_explosion: 0.3 of their share of"
+        " ended completions; entropy: 0.01 nats per token; repeated_ngrams: 0.5 of the 4-grams; clip_fraction: 0.5"
+        " of the tokens; skipped_steps: 0.8 of the steps; explained_variance: -0.5; useless_values: 0.02, the upper"
+        " end of the 95% interval of its mean over at least 512 completions and 8 rollouts; equal_scores: 1e-6, the"
+        " standard deviation of scores; cut_off: 0.01 of the completions end; one_token: 1.5 tokens; no_gradient:"
+        " 1e-7, its norm; tool_errors: 0.5 of the calls; turn_limit, length_limit: 0.5 of the episodes. With"
+        " truncated sampling negative_kl and logprob_gap are off, and where rollouts are sampled ahead negative_kl"
+        " is.",
     )
     alarm_patience: int = option(3, "Rollouts in a row in which the condition must hold before an alarm is raised.")
     stop_on_alarm: list[str] | None = option(
@@ -569,12 +570,6 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
             self.epsilon_high is not None and self.epsilon_high < self.epsilon,
             f"epsilon_high {self.epsilon_high} is below epsilon {self.epsilon}; raise it or leave it out",
         )
-        pretraining = self.value_pretraining_rollouts
-        yield (
-            pretraining and 0 < self.max_steps <= pretraining * self.steps_per_rollout,
-            f"value_pretraining_rollouts {pretraining} takes all rollouts, so the policy would not train; lower it, or"
-            " raise num_rollouts",
-        )
         yield (
             self.kl_in_loss and self.kl_estimator == "k1",
             "kl_in_loss with kl_estimator k1 has no useful gradient; set kl_estimator to k2 or k3",
@@ -635,8 +630,8 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         yield (
             self.truncates and self.vllm_importance_sampling_correction is False,
             f"top_p is {self.top_p} and top_k is {self.top_k}, so completions are not sampled from the policy that is"
-            " trained, and vllm_importance_sampling_correction, which weighs them, is false; leave it out, or leave"
-            " top_p and top_k out",
+            " trained, and vllm_importance_sampling_correction, which corrects for that, is false; leave it out, or"
+            " leave top_p and top_k out",
         )
         yield (
             self.vllm_mode != "server" and not self.use_vllm,

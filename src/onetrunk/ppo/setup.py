@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict
 from peft import PeftConfig, PeftModel
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -37,7 +37,7 @@ from onetrunk.models.base_model import (
 )
 from onetrunk.models.build import attach_score_adapter, build_trunk, check_model_type
 from onetrunk.models.frozen_layers import TrunkCache, choose_place
-from onetrunk.models.loading import adapter_base, load_config
+from onetrunk.models.loading import adapter_base, base_revision, load_config
 from onetrunk.models.trunk import TrunkModel
 from onetrunk.parallel.layout import (
     check_stage_launch,
@@ -48,7 +48,7 @@ from onetrunk.parallel.layout import (
     training_stages,
 )
 from onetrunk.parallel.sharding import cast_when_sharded
-from onetrunk.ppo.config import PPOConfig, plan_batches
+from onetrunk.ppo.config import PPOConfig, check_pretraining, plan_batches
 from onetrunk.ppo.foreign_names import our_metric
 from onetrunk.ppo.memory_check import MemoryCheck
 from onetrunk.ppo.rollout import RolloutMaker, longest_prompt_of
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Reward = RewardFunction | str | PreTrainedModel
+Reward = RewardFunction | str | PreTrainedModel | PeftModel
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ def prepare_run(
     rollout_backend = own_backend(args, rollout_backend)
     check_parts(args, eval_dataset)
     train_dataset = map_style(train_dataset, "train_dataset", rows_needed(args))
+    check_pretraining(args, len(train_dataset or ()))
     by_name = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     held_out = {n: map_style(rows, "eval_dataset") for n, rows in by_name.items() if rows is not None}
     backend = rollout_backend or load_backend(args, **hooks)
@@ -175,7 +176,7 @@ def map_style(rows: Any, name: str, limit: int | None = None) -> Any:
     if isinstance(rows, list) and not rows:
         raise ValueError(f"{name} holds no rows; give at least one")
     if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
-        return Dataset.from_list(rows)
+        return _dataset_of(rows)
     if not isinstance(rows, IterableDataset):
         return rows
     if name == "train_dataset" and limit is None:
@@ -183,9 +184,16 @@ def map_style(rows: Any, name: str, limit: int | None = None) -> Any:
             "train_dataset is an IterableDataset, whose length is not known; set num_rollouts or max_steps, or use"
             " ShardedRows (onetrunk.data.sharded.load_sharded_rows), which are read while training"
         )
-    held = Dataset.from_list(list(rows if limit is None else rows.take(limit)), features=rows.features)
+    held = _dataset_of(list(rows if limit is None else rows.take(limit)), rows.features)
     logger.warning("%s is an IterableDataset: its first %d rows are kept in memory, and no others", name, len(held))
     return held
+
+
+def _dataset_of(rows: Sequence[dict[str, Any]], features: Features | None = None) -> Dataset:
+    """Return rows with the columns of all of them, None where one is missing; Dataset.from_list reads the first's."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return Dataset.from_dict(columns, features=features, on_mixed_types="use_json")
 
 
 def load_backend(config: PPOConfig, **hooks: Callable[..., None]) -> RolloutBackend:
@@ -239,7 +247,7 @@ def load_sampled_model(
     functions = resolve_rewards(inputs, args.device, base_name(model, model_kwargs), tokenizer)
     gives_rewards = episodes is not None and episodes.gives_rewards
     if not functions and not gives_rewards and episodes is not None:
-        raise ValueError("the tools or environments give no rewards; give reward_funcs, or an environment get_reward")
+        raise ValueError("the tools or environments give no rewards; set reward_funcs, or define get_reward")
     rewards = RewardSet(functions, args.reward_weights, has_environment=gives_rewards)
     check_best_score(args.metric_for_best_model, rewards.names, gives_rewards)
     added = ["environments"] if episodes is not None and episodes.has_environment else []
@@ -285,7 +293,7 @@ def require_one_segment(args: PPOConfig, rewards: RewardSet) -> None:
     if rewards.trunk_reward is not None and args.max_context_length is not None:
         raise ValueError(
             "a reward adapter on the policy's base reads one row, and max_context_length divides an episode into"
-            " several; leave one of them out, or give a reward model of its own"
+            " several; leave one of them out, or give a separate reward model"
         )
 
 
@@ -381,7 +389,7 @@ def policy_tokenizer(
     if base is None:
         return load_tokenizer(model, **source)
     has_tokenizer = has_file(model, "tokenizer_config.json", revision=revision)
-    return load_tokenizer(model, revision=revision) if has_tokenizer else load_tokenizer(base)
+    return load_tokenizer(*((model, revision) if has_tokenizer else (base, base_revision(model, revision))))
 
 
 def base_name(model: str | PreTrainedModel | PeftModel, kwargs: dict[str, Any]) -> str:
@@ -395,7 +403,7 @@ def base_name(model: str | PreTrainedModel | PeftModel, kwargs: dict[str, Any]) 
 def tokens_of(stop_tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the id of each stop token; ValueError for a text that is not exactly one token that is known."""
     token_ids = []
-    for text in stop_tokens:
+    for text in [stop_tokens] if isinstance(stop_tokens, str) else stop_tokens:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
             raise ValueError(
@@ -449,7 +457,7 @@ def check_own_data(factory: Factory | Mapping[str, Factory] | None, args: PPOCon
         raise ValueError(f"PPOTrainer needs train_dataset: rows with a column 'prompt'{more}")
     if args.max_steps <= 0:
         raise ValueError(
-            "without train_dataset the environment says the prompts, and nothing says how many; set num_rollouts (or"
+            "without train_dataset the environment gives the prompts, but not their number; set num_rollouts (or"
             " max_steps)"
         )
 
@@ -477,7 +485,7 @@ def resolve_rewards(
     for reward, tokenizer in zip(rewards, tokenizers, strict=True):
         if isinstance(reward, str):
             reward = read_spec(reward).load(Policy(base, base_tokenizer, device, tokenizer))
-        elif isinstance(reward, PreTrainedModel):
+        elif isinstance(reward, (PreTrainedModel, PeftModel)):
             from onetrunk.rewards.model import ModelReward
 
             reward = ModelReward(reward, tokenizer, device=device)

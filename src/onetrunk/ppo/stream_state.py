@@ -115,7 +115,7 @@ def _read_state(folder: str | Path) -> tuple[dict[str, Any], StreamState]:
     path = Path(folder) / STATE_FILE
     if not path.is_file():
         raise ValueError(
-            f"{path} is missing: {folder} is no checkpoint of onetrunk's PPOTrainer; pass one of its"
+            f"{path} is missing: {folder} is not a checkpoint of onetrunk's PPOTrainer; pass one of its"
             " checkpoint-* folders"
         )
     content = read_json(path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from onetrunk.models.speedups.memory_use import offloaded_activations
 from onetrunk.models.value_head import VALUE_HEAD_FILE
 from onetrunk.ops.losses import ppo_loss
 from onetrunk.parallel.groups import RowGroups
-from onetrunk.ppo.config import PPOConfig, describe_startup
+from onetrunk.ppo.config import PPOConfig, describe_startup, planned_steps
 from onetrunk.ppo.evaluation import SampleLog, evaluate_prompts
 from onetrunk.ppo.experience import ExperienceStream
 from onetrunk.ppo.foreign_names import explain_key
@@ -51,6 +50,8 @@ if TYPE_CHECKING:
     from onetrunk.ppo.monitoring.progress import PPOTensorBoard
     from onetrunk.rollouts.episodes.environments import Factory
     from onetrunk.rollouts.episodes.kinds import Compact
+
+NO_HELD_OUT = "evaluation needs held-out prompts: pass eval_dataset to PPOTrainer"
 
 
 class PPOTrainer(ResumableTrainer):
@@ -194,11 +195,7 @@ class PPOTrainer(ResumableTrainer):
 
     def planned_steps(self) -> int:
         """Return the number of optimizer steps of the whole run; needs no checkpoint."""
-        args = self.args
-        if args.max_steps > 0:
-            return args.max_steps
-        rollouts_per_pass = math.ceil(len(self.train_dataset) / args.rollout_batch_size)
-        return math.ceil(args.num_train_epochs * rollouts_per_pass * args.steps_per_rollout)
+        return planned_steps(self.args, len(self.train_dataset))
 
     def num_examples(self, dataloader: ExperienceStream) -> int:
         """Return the number of training prompts."""
@@ -226,7 +223,7 @@ class PPOTrainer(ResumableTrainer):
         if self._resume_from is not None:
             with reading_content(self._resume_from):
                 stream.load(self._resume_from)
-        self._stream, self._has_best_weights = stream, False
+        self._stream, self._has_best_weights, self._last_evaluation = stream, False, None
         return stream
 
     def end_training(self) -> None:
@@ -482,6 +479,7 @@ class PPOTrainer(ResumableTrainer):
         finetuned_from: str | None = None,
         tags: str | list[str] | None = None,
         dataset: str | list[str] | None = None,
+        dataset_name: str | list[str] | None = None,
         **data: Any,
     ) -> None:
         """Write the model card into output_dir; `push_to_hub` calls this with its extra keywords.
@@ -491,10 +489,12 @@ class PPOTrainer(ResumableTrainer):
             finetuned_from: Hub name of the base model, if it was loaded from a folder.
             tags: further tags; every card has lora, onetrunk and ppo.
             dataset: Hub name of the prompts.
+            dataset_name: the same, as TRL's trainers call it.
             **data: further metadata (language, license).
         """
         tags = [tags] if isinstance(tags, str) else tags or []
-        self._write_card(self.args.output_dir, model_name, finetuned_from, tags, datasets=dataset, **data)
+        datasets = dataset or dataset_name
+        self._write_card(self.args.output_dir, model_name, finetuned_from, tags, datasets=datasets, **data)
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
@@ -510,7 +510,7 @@ class PPOTrainer(ResumableTrainer):
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
-            raise ValueError("evaluation needs held-out prompts: pass eval_dataset to PPOTrainer")
+            raise ValueError(NO_HELD_OUT)
         if isinstance(dataset, dict):
             parts = [self.evaluate(d, ignore_keys, f"{metric_key_prefix}_{name}") for name, d in dataset.items()]
             return {name: value for part in parts for name, value in part.items()}
@@ -566,6 +566,8 @@ class PPOTrainer(ResumableTrainer):
                 f"evaluate_reference takes one set of held-out prompts, and eval_dataset has"
                 f" {', '.join(self.eval_dataset)}; give one, or call evaluate before train"
             )
+        if self.eval_dataset is None:
+            raise ValueError(NO_HELD_OUT)
         of, kept = digest([self.settings_of_run(), rows_digest(self.eval_dataset)]), None
         if resume is not None:
             with reading_content(resume):

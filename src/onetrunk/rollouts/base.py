@@ -129,7 +129,7 @@ def longest_row(longest_prompt: int, settings: Any) -> int:
 class RolloutBackend(Protocol):
     """Anything with `generate` and `sync`. `isinstance` checks that the two exist, not their arguments.
 
-    A backend may also have `has_own_weights` (it rounds otherwise than the trainer, so samples are weighted),
+    A backend may also have `has_own_weights` (it rounds differently from the trainer, so samples are weighted),
     `is_collective` (no process may give up a call alone) and `metrics()`, which the trainer logs.
 
     A backend of your own is a plain class. This one always returns the same tokens, as a fake in a test would:

@@ -151,12 +151,16 @@ class ColocatedBackend:
         if quantization is not None:
             if not getattr(quantization, "load_in_4bit", False):
                 raise ValueError(
-                    "vLLM quantises a base to 4 bits in this process, and not as the policy's; load the policy with"
+                    "in this process vLLM quantises a base to 4 bits only, not as this policy's; load the policy with"
                     " load_in_4bit or unquantised, or set vllm_mode to 'server'"
                 )
             settings["quantization"] = "bitsandbytes"
         if self.max_rows is not None:
             settings["max_num_seqs"] = self.max_rows
+        if ranks and has_gpu() and settings["dtype"] == "float32":
+            raise ValueError(
+                "vLLM computes adapters on a GPU in 16 bits only, and the base is float32; set dtype to bfloat16"
+            )
         if ranks:
             settings |= {"enable_lora": True, "max_lora_rank": served_rank(max(ranks)), "max_loras": 1}
         if has_gpu():

@@ -103,9 +103,9 @@ def checked_completion(answer: Any, request: Request, model: str) -> Completion:
         reported, prompt_ids = answer["model"], choice.get("prompt_token_ids")
         token_ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
     except (TypeError, KeyError, ValueError, AttributeError):
-        raise CallError("an answer of another form than a completion") from None
+        raise CallError("an answer that is not a completion") from None
     if reported != model:
-        raise CallError(f"an answer of the model {reported!r} where {model!r} was asked")
+        raise CallError(f"an answer from model {reported!r}, but {model!r} was asked")
     if token_ids is None or prompt_ids is None:
         raise CallError("it returns no token ids; it needs vLLM 0.11 or later", "stop")
     if prompt_ids != request.prompt_ids:

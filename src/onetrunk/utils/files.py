@@ -188,7 +188,7 @@ def read_yaml(path: Path, place: str | None = None) -> tuple[Any, dict[str, int]
         lines[key.value] = key.start_mark.line + 1
         if key.tag != "tag:yaml.org,2002:str":
             raise ValueError(
-                f"{place} line {lines[key.value]}: the key {key.value!r:.100} is no text for YAML"
+                f"{place} line {lines[key.value]}: the key {key.value!r:.100} is not text for YAML"
                 f" ({key.tag.rpartition(':')[2]}); write a name, in quotes where YAML reads it otherwise"
             )
     return content, lines

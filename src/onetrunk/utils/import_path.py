@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,7 +33,7 @@ def find_object(spec: str, what: str, others: str = "") -> Any:
     """
     path, separator, name = spec.rpartition(":")
     if separator:
-        module = _module_from_file(spec, Path(path).expanduser(), what)
+        module = _module_from_file(spec, Path(os.path.expanduser(path)), what)
     elif spec.endswith(".py"):
         raise ValueError(f"{what} {spec!r} names a file; write '{spec}:NAME' for what you mean in it")
     elif is_dotted_path(spec):

@@ -105,7 +105,7 @@ class Ledger(Database):
         try:
             return parse_json(rows[0][0]) if rows else None
         except ValueError as error:
-            fault = f"{self.path} holds an answer that is no JSON ({error})"
+            fault = f"{self.path} holds an answer that is not JSON ({error})"
             raise RuntimeError(f"{fault}; restore a copy or delete it, and {self.advice}") from error
 
     def put(self, key: str, value: Any) -> None:

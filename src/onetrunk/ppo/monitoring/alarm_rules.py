@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# Quantiles of Student's t for a 95% interval, for 1, 2, ... degrees of freedom.
+T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 SHARE = (0.0, 1.0, "between 0 and 1")
 AT_LEAST_0 = (0.0, math.inf, "0 or more")
 AT_MOST_0 = (-math.inf, 0.0, "0 or less")
@@ -25,7 +27,6 @@ class Rule:
         is_upper: True if the limit is the largest good value, False if it is the smallest.
         range: least and greatest value of the limit, and both in words.
         is_relative: the limit is a share of the metric's mean over the first rollouts.
-        periods: how many times `alarm_patience` rollouts the condition must hold.
     """
 
     limit: float
@@ -36,7 +37,6 @@ class Rule:
     is_upper: bool = False
     range: tuple[float, float, str] = SHARE
     is_relative: bool = False
-    periods: int = 1
 
 
 RULES = {
@@ -88,7 +88,7 @@ RULES = {
         0.01,
         "policy/entropy",
         "the policy's entropy, nats per token,",
-        "a policy that answers every prompt alike, after too many steps on too few prompts or a reward for one phrase",
+        "a policy with one answer to every prompt, after too many steps on too few prompts or a reward for one phrase",
         "set entropy_coef or raise beta, lower learning_rate or num_ppo_epochs, and use more prompts",
         range=AT_LEAST_0,
     ),
@@ -96,7 +96,7 @@ RULES = {
         0.5,
         "completion/repeated_ngrams",
         "the share of 4-grams that occurred before in the same completion",
-        "a reward that does not penalise repetition, or a policy that has left the reference's language",
+        "a reward that does not penalise repetition, or a policy that has switched language",
         "score repetition in the reward, raise beta, or set missing_eos_penalty",
         is_upper=True,
     ),
@@ -125,14 +125,13 @@ RULES = {
         range=AT_MOST_0,
     ),
     "useless_values": Rule(
-        0.01,
+        0.02,
         "value/explained_variance",
-        "the explained variance of the value head",
-        "a value head that does no better than a constant, whose value is 0: rewards that the state does not predict,"
+        "the explained variance of the value head, the upper end of the 95% interval of its mean,",
+        "a value head that predicts no better than a constant (0): rewards that the state does not predict,"
         " or too few rollouts yet",
         "raise rollout_batch_size or value_steps",
         range=AT_MOST_1,
-        periods=5,
     ),
     "equal_scores": Rule(
         1e-6,
@@ -198,11 +197,18 @@ RULES = {
 TRUNCATION_ALARMS = ("negative_kl", "logprob_gap")
 
 
+def quantile(freedom: int) -> float:
+    """Return the quantile of Student's t for a 95% interval; NaN for no degree of freedom."""
+    if freedom < 1:
+        return math.nan
+    return T[freedom - 1] if freedom <= len(T) else 1.96 + 2.37 / freedom + 2.8 / freedom**2
+
+
 def check_limits(limits: Mapping[str, Any] | None) -> None:
     """Raise ValueError for a limit of an unknown alarm, or one that is out of range."""
     for name, value in (limits or {}).items():
         if name not in RULES:
-            raise ValueError(f"alarm_limits names {name!r}, which is no alarm; expected some of {', '.join(RULES)}")
+            raise ValueError(f"alarm_limits names {name!r}, which is not an alarm; expected any of {', '.join(RULES)}")
         low, high, words = RULES[name].range
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (is_number and math.isfinite(value) and low <= value <= high):
@@ -232,7 +238,7 @@ def stopping_alarms(setting: str | Sequence[str] | None, limits: Mapping[str, fl
     unknown = [word for word in words if word not in RULES]
     if unknown:
         raise ValueError(
-            f"stop_on_alarm names {unknown[0]!r}, which is no alarm; set it to all, null, or some of"
+            f"stop_on_alarm names {unknown[0]!r}, which is not an alarm; set it to all, null, or some of"
             f" {', '.join(RULES)}"
         )
     off = [name for name in words if limits[name] is None]

@@ -1,15 +1,18 @@
 """Alarms: the metrics of every rollout are compared with limits; a warning names the usual cause and what to change.
 
-An alarm is raised when its condition has held for `alarm_patience` rollouts in a row, some after a multiple of them.
-It is over with the first rollout in which the condition does not hold. The alarms and their limits are in
+An alarm is raised when its condition has held for `alarm_patience` rollouts in a row, and `useless_values` also for a
+mean over more of them. It is over when the condition no longer holds. The alarms and their limits are in
 `alarm_rules.py`. StepGuard skips single steps whose gradient is not finite.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -19,7 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from onetrunk.checkpoints.folders import last_checkpoint
 from onetrunk.checkpoints.resume_point import EndingCallback
 from onetrunk.ppo.config import PPOConfig
-from onetrunk.ppo.monitoring.alarm_rules import RULES
+from onetrunk.ppo.monitoring.alarm_rules import RULES, quantile
 from onetrunk.ppo.stream_state import NEW_RUN
 
 logger = get_logger(__name__)
@@ -31,6 +34,10 @@ CHANCE_NATS = 20.0
 LEAST_STOPPED = 0.3
 # Rollouts whose mean metrics are the reference of relative limits.
 NUM_FIRST = 3
+USELESS = "useless_values"
+# The mean of useless_values is over at least this many completions and rollouts. LEAST_VALUE bounds what an outlier
+# adds to it. A value nearer to 0 than CONSTANT is that of a constant.
+LEAST_COMPLETIONS, LEAST_ROLLOUTS, LEAST_VALUE, CONSTANT = 512, 8, -0.5, 0.001
 # This many non-finite steps in a row end the run.
 MAX_SKIPPED_STEPS = 3
 # The scaler halves its scale at every overflow; this many halvings bring it from its start to one that always fits.
@@ -60,9 +67,21 @@ def find_breach(
     return value, bound
 
 
-def patience_of(name: str, config: PPOConfig) -> int:
-    """Return the number of rollouts in a row after which an alarm is raised."""
-    return config.alarm_patience * RULES[name].periods
+def useless_rollouts(values: Sequence[float], window: int, limit: float) -> tuple[int, tuple[float, float] | None]:
+    """Return in how many rollouts the values were useless, and the breach as `find_breach` does.
+
+    These are all rollouts of the window if the upper end of the mean's interval is below the limit, else the last
+    ones whose values are a constant.
+
+    Args:
+        values: the explained variances of the last rollouts, at most `window`.
+    """
+    if len(values) == window:
+        upper = fmean(values) + quantile(window - 1) * stdev(values) / math.sqrt(window)
+        if upper < limit:
+            return window, (upper, limit)
+    constant = list(takewhile(lambda value: abs(value) < CONSTANT, reversed(values)))
+    return len(constant), (abs(constant[0]), CONSTANT) if constant else None
 
 
 class Alarms(EndingCallback):
@@ -91,6 +110,9 @@ class Alarms(EndingCallback):
         # Metrics of the first rollouts, summed.
         self._first_sums = {rule.metric: 0.0 for rule in RULES.values() if rule.is_relative}
         self._num_first = 0
+        # The alarms that last, and the explained variances that useless_values is about.
+        self._is_on: dict[str, bool] = {}
+        self._values: list[float] = []
         # Why the run will end, until `ended` says that it has.
         self._ending: str | None = None
         self.ended = None
@@ -100,15 +122,19 @@ class Alarms(EndingCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint keeps, as JSON values."""
-        return {"in_a_row": self._in_a_row, "first_sums": self._first_sums, "num_first": self._num_first}
+        first = {"first_sums": self._first_sums, "num_first": self._num_first}
+        return {"in_a_row": self._in_a_row, "is_on": self._is_on, "values": self._values, **first}
 
     def load_state_dict(self, state: dict[str, Any], config: PPOConfig) -> None:
         """Restore what `state_dict` returned. An alarm that ended the run starts counting again."""
         self._in_a_row |= state["in_a_row"]
         self._first_sums, self._num_first = dict(state["first_sums"]), state["num_first"]
+        counted = {name: count >= config.alarm_patience for name, count in self._in_a_row.items()}
+        self._is_on, self._values = dict(state.get("is_on", counted)), list(state.get("values", ()))
         for name in config.stop_on_alarm or ():
-            if self._in_a_row[name] >= patience_of(name, config):
+            if self._is_on.pop(name, False):
                 self._in_a_row[name] = 0
+                self._values = [] if name == USELESS else self._values
 
     def needed_checkpoints(self, step: int, config: PPOConfig) -> set[Path]:
         """Return the last checkpoint from before each condition that holds at a step, whether or not it is raised."""
@@ -138,29 +164,40 @@ class Alarms(EndingCallback):
         first = {}
         if self._num_first >= NUM_FIRST:
             first = {name: total / self._num_first for name, total in self._first_sums.items()}
-        is_on: dict[str, float] = {}
+        window = max(LEAST_ROLLOUTS, math.ceil(LEAST_COMPLETIONS / num_rows))
+        value = metrics.get("value/explained_variance", math.nan)
+        has_scores = metrics.get("score/std", 1.0) >= RULES["equal_scores"].limit
+        # The values of the first rollout are a constant.
+        if has_scores and not math.isnan(value) and state.global_step > args.steps_per_rollout:
+            self._values = [*self._values, max(value, LEAST_VALUE)][-window:]
+        is_on: dict[str, bool] = {}
         for name, limit in args.limits.items():
             if limit is None:
                 self._in_a_row[name] = 0
                 continue
-            breach = find_breach(name, limit, metrics, first, num_rows)
-            patience = patience_of(name, args)
-            was_on = self._in_a_row[name] >= patience
-            self._in_a_row[name] = self._in_a_row[name] + 1 if breach else 0
-            is_on[f"alarm/{name}"] = float(self._in_a_row[name] >= patience)
-            if self._in_a_row[name] == patience:
+            patience, was_on = args.alarm_patience, self._is_on.get(name, False)
+            if name == USELESS:
+                patience = min(patience, window)
+                count, breach = useless_rollouts(self._values, window, limit)
+            else:
+                breach = find_breach(name, limit, metrics, first, num_rows)
+                count = self._in_a_row[name] + 1 if breach else 0
+            self._in_a_row[name] = max(count, self._in_a_row[name] + 1) if breach else 0
+            is_on[name] = count >= patience
+            if is_on[name] and not was_on:
                 self._raise_alarm(name, breach, args, state)
-            elif was_on and not breach:
-                logger.info(f"alarm {name} is over")
-        self.log(is_on)
+            elif was_on and not is_on[name]:
+                logger.info(f"alarm {name} has ended")
+        self._is_on = is_on
+        self.log({f"alarm/{name}": float(value) for name, value in is_on.items()})
         if self._num_first < NUM_FIRST and all(name in metrics for name in self._first_sums):
             self._num_first += 1
             self._first_sums = {name: total + metrics[name] for name, total in self._first_sums.items()}
 
     def _raise_alarm(self, name: str, breach: tuple[float, float], args: PPOConfig, state: TrainerState) -> None:
-        rule, num_rollouts = RULES[name], patience_of(name, args)
+        rule, num_rollouts = RULES[name], self._in_a_row[name]
         # The first bad rollout was sampled by the weights at this step, the one before it by good ones.
-        begin = state.global_step - (num_rollouts + args.max_staleness) * args.steps_per_rollout
+        begin = max(0, state.global_step - (num_rollouts + args.max_staleness) * args.steps_per_rollout)
         good = last_checkpoint(args.output_dir, begin - args.steps_per_rollout)
         remedy = "No checkpoint is left from before it: start a new run, with another output_dir"
         if good is not None:

@@ -141,7 +141,7 @@ class MetricLog:
         metrics |= {f"time/{phase}_s": s for phase, s in self._seconds.items() if s}
         if self._num_tokens:
             metrics["throughput/completion_tokens_per_s"] = self._num_tokens / max(1e-9, sum(self._seconds.values()))
-        metrics["memory/peak_gib"] = peak_gib()
+        metrics["memory/peak_gib"] = peak_gib(self.accelerator.device)
         self._clear()
         return metrics
 
@@ -204,10 +204,10 @@ def _tensors(numbers: dict[str, float], device: torch.device) -> dict[str, Tenso
     return {name: torch.tensor(value, device=device, dtype=wide) for name, value in numbers.items()}
 
 
-def peak_gib() -> float:
-    """Return the peak memory of this process so far in GiB: on the accelerator if there is one, else resident."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
+def peak_gib(device: torch.device) -> float:
+    """Return the peak memory of this process so far in GiB: on `device` if that is a GPU, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

@@ -114,7 +114,7 @@ class PhaseTimer(TrainerCallback):
         if self.accelerator.num_processes == 1:
             return {}
         seconds = [sum(_seconds(start, end) for name, start, end in work if name == phase) for phase in PHASES]
-        row = [*seconds, peak_gib(), sum(seconds) / max(wall, 1e-9)]
+        row = [*seconds, peak_gib(self._device), sum(seconds) / max(wall, 1e-9)]
         rows = self.accelerator.gather(torch.tensor([row], dtype=torch.float32, device=self._device))
         return rank_metrics(rows.tolist())
 

@@ -25,6 +25,7 @@ from trl.chat_template_utils import (
 
 from onetrunk.data.foreign import CUT, ForeignText
 from onetrunk.data.prompts import decode_completion
+from onetrunk.data.rows import without_nulls
 from onetrunk.types import Message
 from onetrunk.utils.redaction import encodable
 
@@ -74,7 +75,7 @@ class ChatTurns:
                 self.template_kwargs = {"chat_template": get_training_chat_template(tokenizer), **self.template_kwargs}
         except ValueError as error:
             raise ValueError(
-                f"the chat template is none that TRL knows how to train tool calls with: {error} Set"
+                f"TRL does not know how to train tool calls with this chat template: {error} Set"
                 " tokenizer.response_template and a template that renders earlier messages always the same"
             ) from error
         self.ids_of([{"role": "tool", "name": "f", "content": "1"} if has_tools else {"role": "user", "content": "1"}])
@@ -82,7 +83,7 @@ class ChatTurns:
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """Return the ids of a prompt up to where the assistant begins."""
         with self._lock:
-            return self._render(messages, add_generation_prompt=True, **self.tools_of(tools))
+            return self._render(without_nulls(list(messages)), add_generation_prompt=True, **self.tools_of(tools))
 
     def tools_of(self, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the variables with which a template renders a prompt: its own, and the tools' schemas."""
@@ -148,7 +149,7 @@ class ChatTurns:
         if full[: len(start)] != start:
             raise ValueError(
                 "the chat template renders a message in another way once others follow it, so the ids of an answer"
-                " cannot be told; set tokenizer.chat_template to one that does not, such as TRL's training templates"
+                " are not known; set tokenizer.chat_template to one that does not, such as TRL's training templates"
             )
         return full[len(start) :]
 

@@ -80,14 +80,14 @@ class Compaction:
         prompt = row.prompt if row.is_chat else [{"role": "user", "content": row.prompt}]
         new = self.limits.compact([dict(message) for message in (*prompt, *row.messages)])
         if not isinstance(new, list) or not new or not all(isinstance(m, dict) and "role" in m for m in new):
-            raise ValueError(f"compact returned {str(new)[:200]}; return a list of messages, such as it was given")
+            raise ValueError(f"compact returned {str(new)[:200]}; return a list of messages, like its argument")
         if not row.is_chat:
             ids = self.turns.text_ids("".join(message["content"] for message in new))
             if not ids:
                 raise ValueError("compact returned messages without a token; leave at least the task")
             return NewContext(ids)
         if new[-1]["role"] == "assistant":
-            raise ValueError("compact returned messages that end with the assistant's; end with what it answers")
+            raise ValueError("compact returned messages that end with the assistant's; end with one that it answers")
         return NewContext(self.turns.prompt_ids(self.turns.foreign_messages(new), row.tools))
 
     def with_summary(self, row: LiveEpisode, summary: str, summary_ids: list[int], request: int) -> NewContext | None:

@@ -127,7 +127,7 @@ class EpisodeKind:
             )
         if callable(getattr(environment, "step", None)):
             if tools:
-                raise ValueError(f"{where} makes a {class_name}, which answers by step, so no tools go with it")
+                raise ValueError(f"{where} makes a {class_name}, which answers by step and cannot have tools")
             require_takes(environment.reset, "reset(self, *, seed=None, options=None)", seed=0, options={})
             require_takes(environment.step, "step(self, action)", "")
             return cls(factory, class_name, {}, {}, steps=True, has_reward=True, **made)
@@ -136,7 +136,7 @@ class EpisodeKind:
         public = [name for name in methods if not name.startswith("_") and name not in NOT_TOOLS]
         own = environment.tool_schemas if offers else {tool: schema_of(getattr(environment, tool)) for tool in public}
         if not schemas.keys().isdisjoint(own):
-            raise ValueError(f"{class_name} has {', '.join(own)}, and so has tools; rename one")
+            raise ValueError(f"{class_name} and tools both have one of {', '.join(own)}; rename it")
         schemas |= own
         if not schemas:  # It says prompts, as in TRL, or scores answers.
             logger.warning("%s has no public methods (tools) and no step: its episodes have one turn", class_name)
@@ -155,7 +155,7 @@ class EpisodeKind:
             environment = self.factory()
         except Exception as error:
             raise RuntimeError(
-                f"{self.class_name} could not be made once more beside {len(self.made)} others"
+                f"{self.class_name} could not be made again: {len(self.made)} others exist"
                 f" ({type(error).__name__}: {encodable(error)}); each completion of a rollout plays in its own"
                 " environment, all at once: let the factory make rollout_batch_size x num_generations of them (per"
                 " process, and those of an evaluation), or lower these settings"
