@@ -50,7 +50,7 @@ demo: setup ## train a tiny model by PPO on this machine's CPU and show what it 
 	$(QUIET_ENV) $(BIN)/python recipes/tiny/demo.py
 
 test: setup ## run the tests (about 5 minutes on 2 cores)
-	$(PYTEST)
+	$(PYTEST) $(KEEP_FILES)
 
 test-slow: setup ## run the slow tests: real servers, kills, fresh environments (about 50 minutes on 2 cores)
 	$(PYTEST) $(KEEP_FILES) -m "slow and not soak" --timeout 1800 $(NONE_IS_FINE)
