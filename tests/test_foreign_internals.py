@@ -155,6 +155,9 @@ INTERNALS = (
 PATCHES = [internal for internal in INTERNALS if internal.read_by]
 
 
+parsed = functools.cache(ast.parse)
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name not in OF_NAMED_TUPLES
 
@@ -253,15 +256,14 @@ def of_trainers() -> set[str]:
     return {name for trainer in (SFTTrainer, RewardTrainer) for name in members(trainer) if is_private(name)}
 
 
-def inherited(tree: ast.Module, definition: ast.ClassDef, names: dict[str, str]) -> set[str]:
-    """Return the private members that a class of ours has from other libraries."""
+def inherited(classes: dict[str, ast.ClassDef], definition: ast.ClassDef, names: dict[str, str]) -> set[str]:
+    """Return the private members that a class of ours, one of a file's, has from other libraries."""
     private: set[str] = set()
-    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     for base in definition.bases:
         written = ast.unparse(base).partition("[")[0]
         first, _, rest = written.partition(".")
         if written in classes:
-            private |= inherited(tree, classes[written], names)
+            private |= inherited(classes, classes[written], names)
         elif first in names:
             cls = resolve_name(f"{names[first]}.{rest}" if rest else names[first])
             if isinstance(cls, type):
@@ -271,12 +273,12 @@ def inherited(tree: ast.Module, definition: ast.ClassDef, names: dict[str, str])
     return private
 
 
-def uses_of_class(tree: ast.Module, definition: ast.ClassDef, names: dict[str, str]) -> set[str]:
+def uses_of_class(classes: dict[str, ast.ClassDef], definition: ast.ClassDef, names: dict[str, str]) -> set[str]:
     """Return the private members of other libraries that a class of ours overrides or reads from itself."""
     methods = {node.name for node in ast.walk(definition) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
     attributes = (node for node in ast.walk(definition) if isinstance(node, ast.Attribute) and is_private(node.attr))
     reads = {node.attr for node in attributes if ast.unparse(node.value) in ("self", "cls", "super()")}
-    return (methods | reads) & inherited(tree, definition, names)
+    return (methods | reads) & inherited(classes, definition, names)
 
 
 # Functions whose second argument names an attribute.
@@ -312,10 +314,11 @@ def replaced(tree: ast.Module, names: dict[str, str]) -> set[str]:
 
 def foreign_uses(source: str) -> set[str]:
     """Return the private members of other libraries that a source text uses, and what it replaces in them."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     names = imported_names(tree)
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    uses = set().union(*(uses_of_class(tree, definition, names) for definition in classes))
+    definitions = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = {definition.name: definition for definition in definitions}
+    uses = set().union(*(uses_of_class(classes, definition, names) for definition in definitions))
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     ours = {node.name for node in ast.walk(tree) if isinstance(node, defined)} | set_on_self(tree)
     for owner, name in reads_of_objects(tree):
@@ -328,11 +331,11 @@ def foreign_uses(source: str) -> set[str]:
 def identifiers(source: str) -> set[str]:
     """Return the names, attributes, arguments and definitions of a source text; not its words and module paths."""
     fields = ("id", "attr", "arg", "name", "asname")
-    return {getattr(node, field) for node in ast.walk(ast.parse(source)) for field in fields if hasattr(node, field)}
+    return {getattr(node, field) for node in ast.walk(parsed(source)) for field in fields if hasattr(node, field)}
 
 
 def texts(source: str) -> set[str]:
-    nodes = ast.walk(ast.parse(source))
+    nodes = ast.walk(parsed(source))
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 

@@ -51,7 +51,7 @@ def test_a_bad_conversation_is_named_with_its_reason():
 
 
 def test_missing_columns_and_no_rows_are_refused():
-    with pytest.raises(ValueError, match="columns chosen, prompt; expected.*rejected is missing: say which"):
+    with pytest.raises(ValueError, match="columns chosen, prompt; expected.*rejected is missing: map yours"):
         check_preferences(rows().remove_columns("rejected"))
     with pytest.raises(ValueError, match="holds no rows"):
         check_preferences(rows().select([]))

@@ -226,7 +226,7 @@ def test_a_file_that_changes_while_a_run_reads_it_is_an_error(tmp_path):
     pattern, _ = write_shards(tmp_path)
     rows = load_sharded_rows(pattern)
     write_groups(tmp_path / "0.parquet", rows_of(0, 3))
-    with pytest.raises(RuntimeError, match=r"0.parquet cannot be read .*has changed since the run began"):
+    with pytest.raises(RuntimeError, match=r"0.parquet can no longer be read .*has changed since the run began"):
         rows[20]
 
 

@@ -138,7 +138,7 @@ def test_scores_and_lengths_of_an_evaluation_begin_at_the_opponent(tmp_path):
     )
     write_lines(tmp_path / "samples-policy.jsonl", [{"prompt": "p", "completion": "c", "score": None}])
     found = " ".join(verdict_of(read_run(tmp_path)).findings)
-    assert "from 0.2 to 0.8" in found and "20 tokens long before and 30 now" in found
+    assert "from 0.2 to 0.8" in found and "20 tokens per completion before and 30 after" in found
 
 
 HELD_OUT = {"accuracy": 0.88, "accuracy_interval": [0.85, 0.91]}

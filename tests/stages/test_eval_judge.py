@@ -174,7 +174,7 @@ def test_another_adapter_is_an_opponent_and_the_sides_can_be_exchanged(evaluate,
         ("judged", ["--model_name_or_path", "{}/model"], 1, "opponent is not set, and {}/model is a base model"),
         ("judged", ["--opponent", "nowhere/to/be"], 1, "there is no such folder"),
         ("judged", ["--opponent", "{}/../{name}/adapter"], 1, "is the model itself"),
-        ("judged", ["--opponent", "{}/other-words"], 1, "is not that of {}/adapter (token"),
+        ("judged", ["--opponent", "{}/other-words"], 1, "is not that of {}/adapter (only one of them has the token"),
     ],
 )
 def test_a_mistake_is_one_sentence(evaluate, inputs, capsys, config, options, code, sentence):

@@ -264,7 +264,7 @@ def test_a_mistake_is_one_clear_message(words, code, parts, capsys):
 def test_a_config_without_a_size_is_one_clear_message(small, capsys):
     (small / "config.json").write_text(json.dumps({**TINY, "num_hidden_layers": "many"}))
     assert plan("--model", small, "--hardware", "2xH100") == 1
-    assert "lacks num_hidden_layers" in capsys.readouterr().err
+    assert "has no num_hidden_layers above 0" in capsys.readouterr().err
 
 
 def test_a_hardware_file_adds_devices_and_changes_prices(tmp_path, capsys):
