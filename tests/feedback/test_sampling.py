@@ -8,6 +8,7 @@ from onetrunk.feedback.sampling import PromptItem, Reviser, TextSampler
 from onetrunk.judges.judge import Principle, prompt_key
 from onetrunk.rollouts.base import SamplingParams
 from onetrunk.rollouts.local import LocalBackend
+from onetrunk.types import SampledText
 from onetrunk.utils.ledger import Ledger
 from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
@@ -56,10 +57,8 @@ def test_revisions_keep_their_trail_and_are_written_once(ledger, conversational)
     given = policy.items(prompts)
     completions = policy.sample(given, 2)
     rows = reviser.rows(given, completions)
-    assert len(rows) == 10
-    kept = [row for row in rows if row is not None]
-    assert kept
-    for row in kept:
+    assert rows and len(rows) + reviser.counts["blank_completions"] == 10
+    for row in rows:
         trail = json.loads(row["trail"])
         assert [set(step) for step in trail] == [{"principle", "critique", "revision"}] * 2
         assert len({step["principle"] for step in trail}) == 2
@@ -67,6 +66,21 @@ def test_revisions_keep_their_trail_and_are_written_once(ledger, conversational)
         assert text == trail[-1]["revision"] and row["prompt"] in prompts
     before = policy.num_sampled
     assert reviser.rows(given, completions) == rows and policy.num_sampled == before
+
+
+class HalfCutSampler(TextSampler):
+    """Writes the same text to every prompt, cut off to every second one."""
+
+    def sample(self, items, num_completions):
+        return [[SampledText("the sun", bool(number % 2))] for number in range(len(items))]
+
+
+def test_a_revision_that_was_cut_off_is_counted(ledger):
+    policy = HalfCutSampler(**vars(sampler(ledger)))
+    items, reviser = policy.items(PROMPTS[:4]), Reviser(policy, policy, PRINCIPLES)
+    # That the original was cut off does not matter.
+    assert len(reviser.rows(items, [[SampledText("the", False)]] * 4)) == 4
+    assert reviser.counts == {"completions": 4, "cut_revisions": 2, "blank_completions": 0}
 
 
 def test_principles_are_drawn_by_weight_and_each_once_while_there_are_any(ledger):

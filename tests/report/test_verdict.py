@@ -163,6 +163,12 @@ REVISED = {"about": {"mode": "revise"}, "counts": MADE}
         ({"fidelity": {"agreement": 1.0, "agreement_interval": [None, None]}}, "mixed", "too few", "hold out more"),
         (REVISED, "good", "7 of 7 completions are revised", "read some, then onetrunk sft"),
         (REVISED | {"counts": MADE | {"blank_completions": 2}}, "mixed", "5 of 7 completions", "read some"),
+        (
+            REVISED | {"counts": MADE | {"cut_revisions": 3}},
+            "mixed",
+            "3 revisions are cut off",
+            "raise max_completion_length",
+        ),
     ],
 )
 def test_what_ppo_builds_on_has_a_verdict_too(tmp_path, results, level, finding, advice):

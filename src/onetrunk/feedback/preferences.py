@@ -30,6 +30,7 @@ COUNTS = (
     "completions",
     "repeated_completions",
     "blank_completions",  # Includes texts with a NUL character, which no training row may hold.
+    "cut_revisions",
     "prompts_without_pair",
     "pairs",
     "labelled",

@@ -10,6 +10,7 @@ Critique and revision follow "Constitutional AI" (Bai et al. 2022, arXiv:2212.08
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -158,6 +159,7 @@ class Reviser:
         policy: writes the revisions.
         critic: writes the critiques; may be the policy.
         max_prompt_length: tokens of the prompts for policy and critic; a longer one keeps its end. None: no limit.
+        counts: what happened to the completions, by names of `preferences.COUNTS`.
     """
 
     policy: TextSampler
@@ -165,42 +167,44 @@ class Reviser:
     principles: Sequence[Principle]
     num_revisions: int = 1
     max_prompt_length: int | None = None
+    counts: Counter[str] = field(default_factory=Counter)
 
-    def rows(
-        self, items: Sequence[PromptItem], completions: Sequence[Sequence[SampledText]]
-    ) -> list[dict[str, Any] | None]:
-        """Return a row per completion, in order.
+    def rows(self, items: Sequence[PromptItem], completions: Sequence[Sequence[SampledText]]) -> list[dict[str, Any]]:
+        """Return the rows of a chunk, in order.
 
         Returns:
             Rows with prompt, completion (the last revision), original, and trail: JSON of a list of {principle,
-            critique, revision}. Prompt and completion are texts, or messages in a conversation. None if the
-            completion or its last revision is blank or holds a NUL character, which a training row may not.
+            critique, revision}. Prompt and completion are texts, or messages in a conversation. A completion makes no
+            row if it or its last revision is blank or holds a NUL character, which a training row may not.
         """
         originals = [
             (item, index, sampled.text)
             for item, row in zip(items, completions, strict=True)
             for index, sampled in enumerate(row)
         ]
-        texts = [text for *_, text in originals]
+        texts, is_whole = [text for *_, text in originals], [True] * len(originals)
         trails: list[list[dict[str, str]]] = [[] for _ in originals]
         plans = [self.plan(item, index) for item, index, _ in originals]
         for number in range(self.num_revisions):
             valid = [i for i, text in enumerate(texts) if text_fault(text) is None]
             steps = [(originals[i][0].prompt, texts[i], self.principles[plans[i][number]].text) for i in valid]
-            for i, step in zip(valid, self._revised(steps), strict=True):
-                texts[i] = step["revision"]
+            for i, (step, stopped) in zip(valid, self._revised(steps), strict=True):
+                texts[i], is_whole[i] = step["revision"], stopped
                 trails[i].append(step)
-        return [
-            None
-            if text_fault(text) is not None
-            else {
+        is_blank = [text_fault(text) is not None for text in texts]
+        rows = [
+            {
                 "prompt": item.prompt,
-                "completion": as_completion(item.prompt, text),
+                "completion": as_completion(item.prompt, texts[i]),
                 "original": original,
-                "trail": json.dumps(trail, ensure_ascii=False),
+                "trail": json.dumps(trails[i], ensure_ascii=False),
             }
-            for (item, _, original), text, trail in zip(originals, texts, trails, strict=True)
+            for i, (item, _, original) in enumerate(originals)
+            if not is_blank[i]
         ]
+        self.counts.update(completions=len(originals), blank_completions=sum(is_blank))
+        self.counts.update(cut_revisions=is_whole.count(False))
+        return rows
 
     def plan(self, item: PromptItem, index: int) -> list[int]:
         """Return the indices of the principles by which a completion is revised, one per revision."""
@@ -209,22 +213,22 @@ class Reviser:
         repeats = self.num_revisions > len(weights)
         return generator.choice(len(weights), self.num_revisions, replace=repeats, p=weights / weights.sum()).tolist()
 
-    def _revised(self, steps: Sequence[tuple[Prompt, str, str]]) -> list[dict[str, str]]:
-        """Criticise and revise (prompt, completion, principle) each."""
+    def _revised(self, steps: Sequence[tuple[Prompt, str, str]]) -> list[tuple[dict[str, str], bool]]:
+        """Criticise and revise (prompt, completion, principle) each; False: the revision was cut off."""
         if not steps:
             return []
         prompts = [critique_prompt(*step) for step in steps]
         # A prompt may not hold NUL, which a critic can write; a critique means the same without it.
-        critiques = [text.replace("\0", "") for text in self._write(self.critic, prompts)]
+        critiques = [text.replace("\0", "") for text, _ in self._write(self.critic, prompts)]
         revisions = self._write(self.policy, list(map(revision_prompt, prompts, critiques)))
         return [
-            {"principle": principle, "critique": critique, "revision": revision}
-            for (_, _, principle), critique, revision in zip(steps, critiques, revisions, strict=True)
+            ({"principle": principle, "critique": critique, "revision": revision}, stopped)
+            for (_, _, principle), critique, (revision, stopped) in zip(steps, critiques, revisions, strict=True)
         ]
 
-    def _write(self, sampler: TextSampler, prompts: Sequence[Prompt]) -> list[str]:
+    def _write(self, sampler: TextSampler, prompts: Sequence[Prompt]) -> list[tuple[str, bool]]:
         texts = sampler.sample(sampler.items(prompts, self.max_prompt_length), 1)
-        return [sampled.text.strip() for (sampled,) in texts]
+        return [(sampled.text.strip(), sampled.stopped) for (sampled,) in texts]
 
 
 def critique_prompt(prompt: Prompt, completion: str, principle: str) -> Prompt:

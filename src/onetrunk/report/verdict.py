@@ -202,10 +202,13 @@ def groundwork_verdict(run: Run) -> Verdict | None:
     match run.results:
         case {"fidelity": {"agreement_interval": [None, *_]}} | {"held_out": {"accuracy_interval": [None, *_]}}:
             return Verdict(MIXED, ["too few held-out pairs are decided for a verdict"], "hold out more pairs")
-        case {"about": {"mode": "revise"}, "counts": {"completions": made, "blank_completions": blank}}:
+        case {"about": {"mode": "revise"}, "counts": {"completions": made, "blank_completions": blank, **rest}}:
+            cut = rest.get("cut_revisions", 0)
             found = [f"{made - blank:,} of {made:,} completions are revised"]
+            found += [f"{cut:,} revisions are cut off, and sft would learn to end there"] if cut else []
             advice = f"read some, then onetrunk sft --dataset_name {run.folder}"
-            return Verdict(MIXED if blank else GOOD, found, advice)
+            advice = "raise max_completion_length" if cut > made / 10 else advice
+            return Verdict(MIXED if blank or cut else GOOD, found, advice)
         case {"counts": {"labelled": labelled, "pairs": pairs}}:
             doubts = statistics_warnings(run.results)
             level = BAD if not labelled else MIXED if doubts else GOOD

@@ -209,17 +209,14 @@ class RevisionFlow(Flow):
         critic = replace(sampler, params=replace(sampler.params, max_completion_length=args.max_critique_length))
         longest = max(args.max_critique_length, args.max_completion_length)
         room = None if sampler.max_positions is None else sampler.max_positions - longest
-        self.reviser = Reviser(sampler, critic, constitution.principles, args.num_revisions, room)
+        self.reviser = Reviser(sampler, critic, constitution.principles, args.num_revisions, room, counts)
 
     def produced(self, items: Iterable[PromptItem]) -> Iterator[Product]:
         sampled = super().produced(items)
         return ((chunk, self.reviser.rows(chunk, completions)) for chunk, completions in sampled)
 
     def label(self, items: list[PromptItem], product: Any) -> Rows:
-        rows = [row for row in product if row is not None]
-        self.counts["completions"] += len(product)
-        self.counts["blank_completions"] += len(product) - len(rows)
-        return rows
+        return product
 
 
 def _write_rows(flow: Flow, source: Source, folder: Path, stop: StopFlag, about: dict[str, Any]) -> Result:
