@@ -184,6 +184,8 @@ def test_an_encoder_without_a_head_becomes_a_reward_model(tmp_path, family):
     save_file({name: weights[name] for name in weights if ".layer.1" not in name}, tmp_path / "base/model.safetensors")
     with pytest.raises(ValueError, match="weights below the head, the first is .*layer.1"):
         load_with_new_head(str(tmp_path / "base"))
+    with pytest.raises(ValueError, match="its head is not called score, as that of a decoder is; train the whole"):
+        RewardModelTrainer(trainer.model, trainer.args, rows(), None, tiny_tokenizer(), peft_config=lora())
 
 
 def test_training_learns_and_logs_accuracy_over_the_decided_pairs(base, tmp_path):

@@ -190,7 +190,7 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
 
     Raises:
         ValueError: bad rows, a tokenizer that cannot pad, a max_length above the model's limit or below every row, or
-            a PeftModel whose head is frozen.
+            a PeftModel whose head is frozen, an adapter of a model whose head is not called score.
     """
 
     def __init__(
@@ -204,6 +204,11 @@ class RewardModelTrainer(ResumableTRLTrainer, RewardTrainer):
     ):
         if trl.get("peft_config") is not None:
             require_lora(trl["peft_config"], "peft_config")
+            if score_layer(model) is not getattr(model, "score", None):
+                raise ValueError(
+                    f"an adapter of {type(model).__name__} could not be read again, because its head is not called"
+                    " score, as that of a decoder is; train the whole model, without peft_config (use_peft)"
+                )
             trl["peft_config"] = copy.deepcopy(trl["peft_config"])
             trl["peft_config"].task_type = "SEQ_CLS"
             keep_revision(trl["peft_config"], model)
