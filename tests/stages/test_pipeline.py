@@ -149,7 +149,7 @@ def test_a_terminated_chain_stops_its_stage_and_goes_on_there(folder):
     ("text", "sentence"),
     [
         ("stages: {a: {script: step.py}}", "output_dir is not set"),
-        ("output_dir: x\nstages: {a: {script: step.py}}", "give config, the YAML file of a verb; or script and"),
+        ("output_dir: x\nstages: {a: {script: step.py}}", "give config, the YAML file of a verb; or script, any"),
         ("output_dir: x\nstages: {a: {script: no.py, outputs: [y]}}", "stage a: no.py does not exist"),
         ("output_dir: x\nstages: {train: {config: sft.yaml}}", "set verb to one of sft, judge, prefs"),
         ("output_dir: x\nstages: {sft: {config: sft.yaml}}", "sft.yaml line 2: unknown key 'learning_rat'"),
@@ -158,7 +158,10 @@ def test_a_terminated_chain_stops_its_stage_and_goes_on_there(folder):
         ("output_dir: x\nstages: {a: &a {script: step.py, outputs: [y]}, b: *a}", "stages a and b both write y; give"),
         ("output_dir: x\nstages: {a: {script: step.py, outputs: [y], verb: sft}}", "its outputs, and no verb"),
         ("output_dir: x\nstages: {a: {script: step.py, outputs: [y], options: {word: null}}}", "word is empty"),
-        ("output_dir: x\nstages: {sft: {config: sft.yaml, inputs: [y]}}", "(inputs are of a script too)"),
+        (
+            "output_dir: x\nstages: {sft: {config: sft.yaml, inputs: [y]}}",
+            "script, any inputs and its outputs, and no verb",
+        ),
     ],
 )
 def test_a_wrong_pipeline_is_one_sentence_before_anything_runs(folder, capsys, text, sentence):

@@ -189,6 +189,16 @@ def left_by_a_run(output_dir: str | os.PathLike[str]) -> list[str]:
     return [path.name for path in checkpoint_folders(output_dir)] + results
 
 
+def require_no_training(output_dir: str | os.PathLike[str]) -> None:
+    """Raise ValueError for the folder of a training, in which another verb would write metrics and a report."""
+    names = left_by_a_run(output_dir)
+    if names:
+        raise ValueError(
+            f"{output_dir} holds a training ({', '.join(names)}), whose metrics and report would be replaced; name"
+            " another output_dir"
+        )
+
+
 def require_free(output_dir: str | os.PathLike[str], overwrites: bool) -> None:
     """Raise ValueError for a folder that holds a run already: new checkpoints would be sorted among the old ones,
     which could then be resumed in their place.

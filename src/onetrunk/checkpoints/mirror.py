@@ -35,6 +35,8 @@ from onetrunk.utils.files import atomic_write_json, parse_json
 from onetrunk.utils.redaction import redact
 
 RESULT = "the result"
+# Seconds to wait for its upload, at the end of a run.
+RESULT_WAIT_S = 600.0
 # A manifest under this name does not count: its checkpoint is of a part of the run that was given up.
 ASIDE = f"{MANIFEST}.aside"
 # No other schemes: fsspec also has file systems that are built of others, or that run code.
@@ -181,6 +183,11 @@ class Mirror:
     def busy(self) -> set[Path]:
         """Return the local checkpoint folders that are being uploaded or wait for it, and must not be deleted."""
         return {upload.folder for upload in self._uploads if upload.name and not upload.done()}
+
+    def push_result(self, output_dir: str | os.PathLike[str]) -> None:
+        """Copy the result of a run, and all files next to it, and wait for that; what is there stays."""
+        self.push(output_dir, "")
+        self.wait(RESULT_WAIT_S)
 
     def wait(self, timeout_s: float) -> list[str]:
         """Wait at most `timeout_s` seconds; warn of uploads that failed or are not done, and return their names."""

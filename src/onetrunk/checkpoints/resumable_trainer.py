@@ -80,8 +80,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Seconds to wait for uploads to the mirror: at the end of a run, and after a signal, when the process may be killed.
-MIRROR_WAIT_S, MIRROR_WAIT_WHEN_STOPPED_S = 600.0, 20.0
+# Seconds to wait for uploads to the mirror after a signal, when the process may be killed.
+MIRROR_WAIT_WHEN_STOPPED_S = 20.0
 
 
 class ResumableTrainer(Trainer):
@@ -568,8 +568,7 @@ class ResumableTrainer(Trainer):
     def mirror_result(self) -> None:
         """Copy the result, and all files next to it, into the mirror if there is one; what is there stays."""
         if self._mirror is not None:
-            self._mirror.push(self.args.output_dir, "")
-            self._mirror.wait(MIRROR_WAIT_S)
+            self._mirror.push_result(self.args.output_dir)
 
     # --- loading ----------------------------------------------------------------------------------------------------
 

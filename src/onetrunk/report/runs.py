@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onetrunk.checkpoints.folders import FINISHED, MANIFEST, checkpoint_folders, left_by_a_run
+from onetrunk.checkpoints.folders import FINISHED, MANIFEST, checkpoint_folders
 from onetrunk.utils.beats import read_beat
 from onetrunk.utils.files import parse_json, read_json
 from onetrunk.verbs import VERBS
@@ -129,16 +129,6 @@ def read_run(folder: str | Path) -> Run:
         run.before = before or read_lines(folder / "samples-reference.jsonl")
     run.images = sorted(path for path in folder.glob("*.png") if path.is_file())
     return run
-
-
-def require_no_training(folder: str | Path) -> None:
-    """Raise ValueError for the folder of a training, in which another verb would write metrics and a report."""
-    names = left_by_a_run(folder)
-    if names:
-        raise ValueError(
-            f"{folder} holds a training ({', '.join(names)}), whose metrics and report would be replaced; name another"
-            " output_dir"
-        )
 
 
 def stage_runs(pipeline: Run) -> dict[str, Run]:

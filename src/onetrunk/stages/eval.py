@@ -22,6 +22,7 @@ from datasets import Dataset
 from transformers.utils import find_adapter_config_file
 from trl import get_quantization_config
 
+from onetrunk.checkpoints.folders import require_no_training
 from onetrunk.feedback.asking import Asker, Completed, Contest, contest_of, labels_of, load_judge_parts, pairs_of
 from onetrunk.judges.constitution import Constitution, require_both
 from onetrunk.judges.judge import Judge, Pair
@@ -37,7 +38,7 @@ from onetrunk.ppo.rollout import ScoredRollout, longest_prompt_of
 from onetrunk.ppo.settings import EpisodeConfig
 from onetrunk.ppo.setup import ModelInputs, SampledModel, base_name, check_launch, load_sampled_model, policy_tokenizer
 from onetrunk.report.blocks import contest_findings
-from onetrunk.report.runs import PAIRS, require_no_training
+from onetrunk.report.runs import PAIRS
 from onetrunk.report.verdict import quantile
 from onetrunk.rewards.model import TrunkReward, tokenizer_difference
 from onetrunk.rewards.reward import Completion, RewardFunction, Scores

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onetrunk.checkpoints.folders import require_no_training
 from onetrunk.data.pairs import ALL, Group, how_read, labelled_groups, shape_of
 from onetrunk.data.rows import refuse_variables
 from onetrunk.feedback.asking import Asker, check_judges
@@ -32,7 +33,7 @@ from onetrunk.judges.constitution import GENERAL, Constitution, load_constitutio
 from onetrunk.judges.judge import Judge, Pair
 from onetrunk.judges.judge_config import RUBRIC, EnsembleJudge, JudgeConfig, load_judge, specs_by_judge
 from onetrunk.judges.labels import TIE, JudgeStatistics, PairLabel, judge_warnings, wilson_interval
-from onetrunk.report.runs import PAIRS, require_no_training
+from onetrunk.report.runs import PAIRS
 from onetrunk.reward_models.metrics import expected_calibration_error, preference_loss, reliability
 from onetrunk.stages.arguments import AskingArguments, parse, require_set
 from onetrunk.stages.results import plot_reliability, show_columns, write_values

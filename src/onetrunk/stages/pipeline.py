@@ -208,8 +208,7 @@ def _stage(name: str, entry: Any, place: str) -> Stage:
     others = {"config", "verb"} if "script" in entry else {"inputs", "outputs"}
     if not all(entry.get(key) for key in keys) or others & entry.keys():
         raise UsageError(
-            f"{place}: give config, the YAML file of a verb; or script and its outputs, and no verb (inputs are of a"
-            " script too)"
+            f"{place}: give config, the YAML file of a verb; or script, any inputs and its outputs, and no verb"
         )
     empty = [option for option, value in options.items() if value is None]
     if empty:

@@ -302,10 +302,7 @@ def begin(verb: str, args: TrainingSettings, needed: Sequence[str] | None = None
             print(f"{verb}: {message}")
         mirror = open_mirror(args)
         if mirror is not None:  # A kill may have ended the last upload, which comes after FINISHED.
-            from onetrunk.checkpoints.resumable_trainer import MIRROR_WAIT_S  # A check of a folder does not need it.
-
-            mirror.push(args.output_dir, "")
-            mirror.wait(MIRROR_WAIT_S)
+            mirror.push_result(args.output_dir)
         return True, None
     resume = _resume_point(args, needed or LOOP_FILES)
     if not resume:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from onetrunk.checkpoints.folders import require_free
+from onetrunk.checkpoints.folders import require_free, require_no_training
 from onetrunk.data.pairs import ALL, labelled_groups
 from onetrunk.data.prompts import check_completions
 from onetrunk.feedback.costs import CostConfig
@@ -33,7 +33,6 @@ from onetrunk.ppo.setup import (
     prepare_dataset,
     tokens_of,
 )
-from onetrunk.report.runs import require_no_training
 from onetrunk.rewards.specs import PROCESS_MODEL, read_spec
 from onetrunk.stages.arguments import (
     AskingArguments,
