@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from onetrunk.judges.constitution import Constitution
 from onetrunk.judges.judge import Answer, Done, Items, Judge, Pair, Principle, Question, Rating, Single, Verdict
-from onetrunk.ops.win_rate import CONFIDENCE
 from onetrunk.servers.errors import ErrorKind
 from onetrunk.types import Prompt
 from onetrunk.utils.files import digest
@@ -311,7 +310,7 @@ def wilson_interval(successes: float, number: int) -> tuple[float, float]:
     """
     if not number:
         return math.nan, math.nan
-    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    z = NormalDist().inv_cdf(0.975)
     share, square = successes / number, z * z / number
     center = (share + square / 2) / (1 + square)
     half = z / (1 + square) * math.sqrt(share * (1 - share) / number + square / (4 * number))
