@@ -59,13 +59,17 @@ WAITS = {
 }
 
 
-def test_a_rollout_waits_9_times_a_step_once_and_a_token_once(tmp_path):
-    waits = runs.found(tmp_path, ["measured"])["measured"]["waits"]
+@pytest.fixture(scope="module")
+def waits_of(tmp_path_factory):
+    outcomes = runs.found(tmp_path_factory.mktemp("waits"), ["measured", "small packs", "large packs"])
+    return {name: outcome["waits"] for name, outcome in outcomes.items()}
+
+
+def test_a_rollout_waits_9_times_a_step_once_and_a_token_once(waits_of):
+    waits = waits_of["measured"]
     assert waits == WAITS
     assert (sum(waits.values()) - TOKENS) / STEPS <= 6
 
 
-def test_packs_do_not_wait(tmp_path):
-    outcomes = runs.found(tmp_path, ["small packs", "large packs"])
-    small, large = (outcomes[name]["waits"] for name in outcomes)
-    assert small and small == large
+def test_packs_do_not_wait(waits_of):
+    assert waits_of["small packs"] and waits_of["small packs"] == waits_of["large packs"]
