@@ -11,6 +11,7 @@ import torch
 
 from onetrunk.parallel.heartbeat import Heartbeat, LostRanks, is_connection_error
 from onetrunk.utils.beats import Beat, heartbeat_file, read_beat
+from onetrunk.utils.files import delete_temporaries
 
 HERE = socket.gethostname()
 BROKEN = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
@@ -78,13 +79,29 @@ def test_the_first_rank_deletes_what_ranks_left_that_do_not_run_now(tmp_path):
         assert names == ["_heartbeat-0.json", "_heartbeat-1.json", "_heartbeat-of-mine.json"]
 
 
-def test_a_heartbeat_that_cannot_be_written_warns_once_and_ends_no_run(tmp_path, caplog):
+def test_a_heartbeat_that_cannot_be_written_warns_once_and_is_tried_again(tmp_path, caplog):
     heartbeat = Heartbeat(tmp_path, 0)
     (tmp_path / "_heartbeat-0.json").mkdir()
     with heartbeat.running(1):
         heartbeat.enter("score", is_due=True)
         heartbeat.enter("gather", is_due=True)
-    assert caplog.text.count("the run continues without heartbeats") == 1
+        (tmp_path / "_heartbeat-0.json").rmdir()
+        heartbeat.enter("update", is_due=True)
+        assert read_beat(tmp_path, 0).phase == "update"
+    assert caplog.text.count("the run continues and tries again") == 1
+
+
+def test_the_first_process_cleans_up_while_another_writes_its_heartbeat(tmp_path, monkeypatch, caplog):
+    replace = os.replace
+
+    def clean_up_first(source, target):
+        delete_temporaries(tmp_path)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", clean_up_first)
+    with Heartbeat(tmp_path, 1).running(world_size=2):
+        assert read_beat(tmp_path, 1).phase == "start"
+    assert not list(tmp_path.iterdir()) and not caplog.text
 
 
 def test_an_error_of_the_connection_lists_the_last_signs_of_the_other_ranks(tmp_path, connected):

@@ -44,7 +44,7 @@ class Heartbeat(TrainerCallback):
     """The heartbeat of this process. It is written between `running` and its end only; otherwise calls do nothing.
 
     As a callback it is renewed with every step and evaluation of a trainer. A file that cannot be written never ends a
-    run: a warning says so, and the run continues without a heartbeat.
+    run: one warning says so, and the next heartbeat is tried again.
     """
 
     _by_path: ClassVar[dict[Path, Heartbeat]] = {}
@@ -66,7 +66,7 @@ class Heartbeat(TrainerCallback):
         self.phase = START
         self.step: int | None = None
         self.rollout: int | None = None
-        self._is_writable, self._written = True, 0.0
+        self._has_failed, self._written = False, 0.0
 
     def enter(self, phase: str, is_due: bool = False) -> None:
         """Record that a phase begins; the file is written at once if that `is_due`."""
@@ -85,7 +85,7 @@ class Heartbeat(TrainerCallback):
 
     def beat(self, is_due: bool = False) -> None:
         """Record progress. Cheap enough for every token: the file is written now and then, or if it `is_due`."""
-        if not self._depth or not self._is_writable or not self.path.parent.is_dir():
+        if not self._depth or not self.path.parent.is_dir():
             return
         if not is_due and time.monotonic() - self._written < INTERVAL_S:
             return
@@ -96,8 +96,9 @@ class Heartbeat(TrainerCallback):
                 with atomic_path(self.path, is_durable=False) as temporary:
                     temporary.write_text(json.dumps(asdict(beat)) + "\n", encoding="utf-8")
             except OSError as failure:
-                self._is_writable = False
-                logger.warning(f"{self.path} cannot be written ({failure}); the run continues without heartbeats")
+                if not self._has_failed:
+                    logger.warning(f"{self.path} cannot be written ({failure}); the run continues and tries again")
+                self._has_failed = True
 
     @contextlib.contextmanager
     def running(self, world_size: int) -> Iterator[None]:

@@ -60,11 +60,13 @@ def atomic_path(path: str | os.PathLike[str], is_durable: bool = True) -> Iterat
 def delete_temporaries(folder: str | os.PathLike[str], name: str | None = None) -> None:
     """Delete the temporary files that killed writers of `name` (None: of any file) left directly in a folder.
 
-    The caller holds the folder's lock.
+    The caller holds the folder's lock. Heartbeats are written without it, so only their own `name` deletes theirs:
+    another process may be about to rename one.
     """
     pattern = "*" if name is None else glob.escape(name)
     for temporary in Path(folder).glob(f".{pattern}.{'[0-9a-f]' * 16}.tmp"):
-        temporary.unlink(missing_ok=True)
+        if name is not None or not temporary.name.startswith("._heartbeat-"):
+            temporary.unlink(missing_ok=True)
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
