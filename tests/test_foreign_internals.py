@@ -158,13 +158,18 @@ PATCHES = [internal for internal in INTERNALS if internal.read_by]
 parsed = functools.cache(ast.parse)
 
 
+@functools.lru_cache(4)
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name not in OF_NAMED_TUPLES
 
 
 def set_on_self(tree: ast.AST) -> set[str]:
     """Return the attributes that are assigned to `self` in a source text."""
-    targets = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    targets = (node for node in nodes_of(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     return {node.attr for node in targets if ast.unparse(node.value) in ("self", "cls")}
 
 
@@ -241,7 +246,7 @@ def test_the_internals_of_vllm_exist_in_the_environment_of_the_tests_that_has_it
 def imported_names(tree: ast.AST) -> dict[str, str]:
     """Return the full name of each name that a source text imports from another library."""
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.partition(".")[0]
@@ -275,8 +280,8 @@ def inherited(classes: dict[str, ast.ClassDef], definition: ast.ClassDef, names:
 
 def uses_of_class(classes: dict[str, ast.ClassDef], definition: ast.ClassDef, names: dict[str, str]) -> set[str]:
     """Return the private members of other libraries that a class of ours overrides or reads from itself."""
-    methods = {node.name for node in ast.walk(definition) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
-    attributes = (node for node in ast.walk(definition) if isinstance(node, ast.Attribute) and is_private(node.attr))
+    methods = {node.name for node in nodes_of(definition) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    attributes = (node for node in nodes_of(definition) if isinstance(node, ast.Attribute) and is_private(node.attr))
     reads = {node.attr for node in attributes if ast.unparse(node.value) in ("self", "cls", "super()")}
     return (methods | reads) & inherited(classes, definition, names)
 
@@ -287,8 +292,8 @@ BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 
 def reads_of_objects(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield (owner, name) for every private attribute and import; of a chain of private names only the last."""
-    inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and is_private(n.attr)}
-    for node in ast.walk(tree):
+    inner = {id(n.value) for n in nodes_of(tree) if isinstance(n, ast.Attribute) and is_private(n.attr)}
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute):
             if is_private(node.attr) and id(node) not in inner:
                 yield ast.unparse(node.value), node.attr
@@ -304,7 +309,7 @@ def reads_of_objects(tree: ast.Module) -> Iterator[tuple[str, str]]:
 def replaced(tree: ast.Module, names: dict[str, str]) -> set[str]:
     """Return the names that are set on modules and classes of other libraries."""
     stored = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             owner = names.get(ast.unparse(node.value).partition(".")[0], "onetrunk").partition(".")[0]
             if owner != "onetrunk" and owner not in sys.stdlib_module_names:
@@ -316,11 +321,11 @@ def foreign_uses(source: str) -> set[str]:
     """Return the private members of other libraries that a source text uses, and what it replaces in them."""
     tree = parsed(source)
     names = imported_names(tree)
-    definitions = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    definitions = [node for node in nodes_of(tree) if isinstance(node, ast.ClassDef)]
     classes = {definition.name: definition for definition in definitions}
     uses = set().union(*(uses_of_class(classes, definition, names) for definition in definitions))
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    ours = {node.name for node in ast.walk(tree) if isinstance(node, defined)} | set_on_self(tree)
+    ours = {node.name for node in nodes_of(tree) if isinstance(node, defined)} | set_on_self(tree)
     for owner, name in reads_of_objects(tree):
         of_trainer = owner.endswith("trainer") and name in of_trainers()
         if is_private(name) and owner not in ("self", "cls", "super()") and (of_trainer or name not in ours):
@@ -331,11 +336,11 @@ def foreign_uses(source: str) -> set[str]:
 def identifiers(source: str) -> set[str]:
     """Return the names, attributes, arguments and definitions of a source text; not its words and module paths."""
     fields = ("id", "attr", "arg", "name", "asname")
-    return {getattr(node, field) for node in ast.walk(parsed(source)) for field in fields if hasattr(node, field)}
+    return {getattr(node, field) for node in nodes_of(parsed(source)) for field in fields if hasattr(node, field)}
 
 
 def texts(source: str) -> set[str]:
-    nodes = ast.walk(parsed(source))
+    nodes = nodes_of(parsed(source))
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 

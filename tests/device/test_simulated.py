@@ -9,7 +9,6 @@ from tests.device import runs
 CAREFUL = [name for name in runs.RUNS if name not in ("measured", "small packs", "large packs", "careless")]
 FAST = [
     ["defaults", "top layer, states on the CPU", "checkpointing", "reward adapter"],
-    ["value pretraining", "top layer, padding free", "resumed", "turns"],
     ["one step ahead", "sft", "reward training", "distillation", "causal judge"],
 ]
 REST = [name for name in CAREFUL if name not in sum(FAST, [])]
