@@ -156,6 +156,11 @@ def test_a_terminated_chain_stops_its_stage_and_goes_on_there(folder):
         ("output_dir: x\nstages: {sft: {config: sft.yaml, gpu: 1}}", "unknown key 'gpu'; the keys are verb, config"),
         ("output_dir: x\nstages: {a/b: {config: sft.yaml}}", "a name has 1 to 96 of the characters"),
         ("output_dir: x\nstages: {a: &a {script: step.py, outputs: [y]}, b: *a}", "stages a and b both write y; give"),
+        (
+            "output_dir: x\nstages: {a: {script: step.py, inputs: [b], outputs: [y]},"
+            " c: {script: step.py, outputs: [b]}}",
+            "stage a: input b does not exist, and no earlier stage writes it",
+        ),
         ("output_dir: x\nstages: {a: {script: step.py, outputs: [y], verb: sft}}", "its outputs, and no verb"),
         ("output_dir: x\nstages: {a: {script: step.py, outputs: [y], options: {word: null}}}", "word is empty"),
         (

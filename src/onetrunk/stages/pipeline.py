@@ -174,6 +174,13 @@ def load_pipeline(path: str | Path) -> Pipeline:
     stages = tuple(_stage(str(name), entry, f"{path}: stage {name}") for name, entry in spec["stages"].items())
     owners: dict[Path, str] = {}
     for stage in stages:
+        for name in stage.inputs:
+            if not any(
+                found.exists() or any(is_within(found, output) for output in owners) for found in paths_in(name)
+            ):
+                raise UsageError(
+                    f"{path}: stage {stage.name}: input {name} does not exist, and no earlier stage writes it"
+                )
         for output in stage.outputs:
             owner = owners.setdefault(output.resolve(), stage.name)
             if owner != stage.name:
