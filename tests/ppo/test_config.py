@@ -12,7 +12,7 @@ from trl import TrlParser
 from onetrunk.ppo.config import TRL_DEFAULTS, PPOConfig, describe_cpu, describe_steps, plan_batches
 from onetrunk.ppo.foreign_names import FIXED, INHERITED_WITHOUT_MEANING, WITHOUT_EFFECT
 from onetrunk.ppo.monitoring.alarm_rules import RULES
-from onetrunk.ppo.settings import RANGES
+from onetrunk.ppo.settings import FLAGS, RANGES
 from onetrunk.reward_models.distill import RewardDistillationConfig
 from onetrunk.reward_models.training import RewardModelConfig
 from onetrunk.stages.arguments import SFTArguments
@@ -157,7 +157,6 @@ REFUSED = [
     ({"value_coef": 0.1}, "value_coef: the PPO loss has no value term: the value head is fitted after each rollout"),
     ({"cliprange_value": 0.2}, "cliprange_value: the PPO loss has no value term"),
     ({"adapter_layers": "top-0"}, "adapter_layers is 'top-0'; it must be 'all', or 'top-k'"),
-    ({"padding_free": "yes"}, "padding_free is 'yes'; it must be true or false"),
     ({"overlong_prompts": "drop"}, "overlong_prompts 'drop' needs max_prompt_length"),
     ({"truncated_completions": "penalize"}, "'penalize' needs a penalty"),
     ({"truncated_completions": "mask", "missing_eos_penalty": 1.0}, "contradict each other"),
@@ -264,7 +263,6 @@ FORBIDDEN = {
     "above 0 and below 1": [0.0, 1.0],
     "a whole number above 1": [1, 2.5],
     "a list of whole numbers above 0, at least two": [[2], [2, 0]],
-    "true or false": [1],
     "0 (no clipping) or more": [-1e-9],
 }
 
@@ -276,6 +274,9 @@ def test_every_range_is_checked_by_name_at_its_limits_and_its_settings_exist():
                 with pytest.raises(ValueError, match=name):
                     config(**USE, **{name: value})
     assert {*FORBIDDEN} <= {expected for *_, expected in RANGES}
+    for name in {*FLAGS} - {"bf16", "fp16", "ignore_data_skip", "remove_unused_columns", "logging_nan_inf_filter"}:
+        with pytest.raises(ValueError, match=f"{name} is 'no'; it must be true or false|{name} is set"):
+            config(**{name: "no"})
 
 
 def test_limits_of_alarms_by_what_samples():

@@ -75,7 +75,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a number above 0",
     ),
     (
-        f"missing_eos_penalty length_penalty beta entropy_coef {IS_CLIP}_min {IS_CLIP}_max",
+        f"learning_rate missing_eos_penalty length_penalty beta entropy_coef {IS_CLIP}_min {IS_CLIP}_max",
         lambda v: _is_number(v) and v >= 0,
         "0 or more",
     ),
@@ -99,7 +99,6 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda v: isinstance(v, list) and len(v) > 1 and all(is_whole(n) and n > 0 for n in v),
         "a list of whole numbers above 0, at least two",
     ),
-    ("padding_free pipeline_training", lambda v: isinstance(v, bool), "true or false"),
     ("max_grad_norm", lambda v: _is_number(v) and v >= 0, "0 (no clipping) or more"),
     ("kl_estimator", *_one_of("k1", "k2", "k3")),
     ("truncated_completions", *_one_of("terminal", "bootstrap", "penalize", "mask")),
@@ -530,6 +529,8 @@ class PPOSettings(EpisodeConfig, VLLMServerConfig, CheckpointConfig):
         for names, holds, expected in RANGES:
             for name in names.split():
                 _require(name, getattr(self, name), holds, expected)
+        for name in FLAGS:  # A text such as "no" would be taken for true.
+            _require(name, getattr(self, name), lambda v: isinstance(v, bool), "true or false")
         parse_adapter_layers(self.adapter_layers)
 
     def _derive(self) -> None:
@@ -711,5 +712,6 @@ def _changed(config: Any, names: Sequence[str]) -> list[str]:
 
 
 PIPELINE_SETTINGS = tuple(f.name for f in fields(PPOSettings) if f.name.startswith("pipeline_"))
+FLAGS = tuple(f.name for f in fields(PPOSettings) if f.type in ("bool", "bool | None"))
 # Read once: transformers' parser rewrites the types of fields.
 MAY_BE_NONE = frozenset(f.name for f in fields(PPOSettings) if "None" in str(f.type))
