@@ -41,6 +41,7 @@ PRETRAINED = {"replies": [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)
 ONE_RATE = {"replies": [{"learning_rate": 5e-4}], "sums": [{"learning_rate": 1e-3}]}
 TWICE = {task: [{"learning_rate": 2 * entry["learning_rate"]} for entry in grid] for task, grid in ONE_RATE.items()}
 HALF = {task: [{"learning_rate": entry["learning_rate"] / 2} for entry in grid] for task, grid in ONE_RATE.items()}
+EVERY_LAYER = {"lora": {"layers_to_transform": None}}
 ARMS = [
     Arm("turn-rewards", {"pays": "turns"}, TURNS),
     Arm("sum", {"pays": "end"}, TURNS),
@@ -50,8 +51,10 @@ ARMS = [
     Arm("sum-lam-1", {"pays": "end", "lam": 1.0}, TURNS),
     Arm("shared", {}, {**RATES, **PRETRAINED}),
     Arm("top-1", {"adapter_layers": "top-1"}, HIGHER),
-    # At the default rate of PPOConfig: an untuned comparison, a run takes half an hour.
-    Arm("all-layers", {"lora": {"layers_to_transform": None}}, {"replies": [{"learning_rate": 3e-4}]}),
+    # At the default rate of PPOConfig, half and a quarter of it. A run takes half an hour.
+    Arm("all-layers", EVERY_LAYER, {"replies": [{"learning_rate": 3e-4}]}),
+    Arm("all-layers-half-rate", EVERY_LAYER, {"replies": [{"learning_rate": 1.5e-4}]}),
+    Arm("all-layers-quarter-rate", EVERY_LAYER, {"replies": [{"learning_rate": 7.5e-5}]}),
     # 40 fits of the head per rollout of 32 completions, in place of 10.
     Arm("40-fits", {"value_steps": 160}, {"replies": [{"learning_rate": 1e-3}]}),
     # GAE without decay: the whole return after a token, less its value.
