@@ -108,7 +108,10 @@ def test_from_and_until_run_a_part(folder, capfd):
 
 def test_a_file_that_a_script_names_itself_is_one_of_its_inputs(folder, capfd):
     reader = {"script": "step.py", "inputs": ["out/a"], "outputs": ["out/b"], "options": {"target": "out/b"}}
-    Path("pipeline.yaml").write_text(json.dumps({"output_dir": "state", "stages": {"a": CHAIN["a"], "b": reader}}))
+    for name in ("out", "out/a"):  # Either exists only after the first stage.
+        stages = {"a": CHAIN["a"], "b": {**reader, "inputs": [name]}}
+        Path("pipeline.yaml").write_text(json.dumps({"output_dir": "state", "stages": stages}))
+        assert run("--dry-run") == 0
     assert run() == 0 and calls() == ["a", "b"]
     assert run() == 0 and calls() == []
     Path("out/a").write_text("7")

@@ -712,6 +712,6 @@ def _changed(config: Any, names: Sequence[str]) -> list[str]:
 
 
 PIPELINE_SETTINGS = tuple(f.name for f in fields(PPOSettings) if f.name.startswith("pipeline_"))
-FLAGS = tuple(f.name for f in fields(PPOSettings) if f.type in ("bool", "bool | None"))
 # Read once: transformers' parser rewrites the types of fields.
+FLAGS = tuple(f.name for f in fields(PPOSettings) if f.type in ("bool", "bool | None"))
 MAY_BE_NONE = frozenset(f.name for f in fields(PPOSettings) if "None" in str(f.type))

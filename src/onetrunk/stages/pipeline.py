@@ -175,9 +175,7 @@ def load_pipeline(path: str | Path) -> Pipeline:
     owners: dict[Path, str] = {}
     for stage in stages:
         for name in stage.inputs:
-            if not any(
-                found.exists() or any(is_within(found, output) for output in owners) for found in paths_in(name)
-            ):
+            if not any(found.exists() or overlaps(found, owners) for found in paths_in(name)):
                 raise UsageError(
                     f"{path}: stage {stage.name}: input {name} does not exist, and no earlier stage writes it"
                 )
@@ -303,6 +301,11 @@ def paths_in(value: Any) -> Iterator[Path]:
 
 def is_within(path: Path, folder: Path) -> bool:
     return path.resolve().is_relative_to(folder.resolve())
+
+
+def overlaps(path: Path, outputs: Iterable[Path]) -> bool:
+    """Return whether a path is one of the outputs, a part of one, or a folder that has one."""
+    return any(is_within(path, output) or is_within(output, path) for output in outputs)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -456,7 +459,7 @@ class PipelineState:
             # A text such as "." or "/" names no input: it would be everything that lies there.
             if is_within(Path.cwd(), path) or any(is_within(path, output) for output in stage.outputs):
                 continue
-            if any(is_within(path, output) or is_within(output, path) for output in pending):
+            if overlaps(path, pending):
                 inputs[str(path)] = None
             elif os.path.exists(path):  # False also for a text that is too long for a name.
                 inputs[str(path)] = self.digests[path]
